@@ -1,0 +1,89 @@
+"""One small instance of every drafter of the table, for any tiny target, and the stock model to compare with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from workbench.drafters.dart_config import DartConfig
+from workbench.drafters.dart_files import save_dart
+from workbench.drafters.dart_model import DartModel
+from workbench.drafters.table import DRAFTERS
+from workbench.models.reference import greedy_continuation
+from workbench.models.target import Target
+from workbench.search.trie import NgramTrie
+from workbench.types import Drafter
+
+
+def stock_model(target: Target) -> PreTrainedModel:
+    """The same weights in an untouched transformers model with its own eager attention."""
+    config = copy.deepcopy(target.model.config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(target.model.state_dict())
+    return model
+
+
+def small_trie(target: Target) -> NgramTrie:
+    """Counts of a few greedy outputs, so that drafts are accepted now and then."""
+    prompts = [[i % target.vocab_size, (7 * i + 1) % target.vocab_size] for i in range(12)]
+    return NgramTrie.count([p + list(greedy_continuation(target, p, 20)) for p in prompts], order=3)
+
+
+def random_dart(target: Target, folder: Path) -> Path:
+    """A DART checkpoint of random weights in the published layout, written to `folder`."""
+    config = DartConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        draft_vocab_size=target.vocab_size * 3 // 4,
+        draft_length=5,
+        max_position_embeddings=512,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = DartModel(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
+    ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
+    model.set_draft_ids(ids)
+    save_dart(model, folder)
+    return folder
+
+
+def looked_up(texts: Sequence[Sequence[int]]) -> Callable[..., Iterator[int]]:
+    """A `continuation` of the foresight drafters that reads known greedy outputs instead of decoding them again."""
+
+    def continuation(target: Target, tokens: Sequence[int], num_tokens: int) -> Iterator[int]:
+        for text in texts:
+            if list(text[: len(tokens)]) == list(tokens):
+                return iter(text[len(tokens) : len(tokens) + num_tokens])
+        return greedy_continuation(target, tokens, num_tokens)
+
+    return continuation
+
+
+def make_drafter(name: str, target: Target, folder: Path, texts: Sequence[Sequence[int]] = ()) -> Drafter:
+    """The drafter `name` with small settings; weights it needs are written below `folder`.
+
+    `texts` are prompts with their greedy outputs, where they are known already.
+    """
+    if name in ("oracle", "anti", "coin"):
+        return DRAFTERS[name](target, continuation=looked_up(texts))
+    if name == "dart":
+        path = random_dart(target, folder / "dart")
+        return DRAFTERS[name](target, path, trie=small_trie(target), num_nodes=24)
+    if name == "ngram":
+        return DRAFTERS[name](target, trie=small_trie(target), num_nodes=9)
+    if name == "scripted":
+        tokens = np.random.default_rng(0).integers(0, target.vocab_size, (4, 6))
+        return DRAFTERS[name](target, script=[row[: 2 * i].tolist() for i, row in enumerate(tokens)])
+    return DRAFTERS[name](target)

@@ -1,0 +1,173 @@
+"""DART's objective: training rows against inference rows, the teacher against the target, the loss in words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from train_setup import CONFIG, ROW, VOCAB, Setup, tiny_model
+
+from workbench.drafters.dart import DartDrafter, dart_taps
+from workbench.drafters.dart_files import load_dart, save_dart
+from workbench.models.target import Target
+from workbench.train.dart_objective import DartLoss, block_states, export_dart
+from workbench.train.losses import distill, position_weights
+from workbench.train.masks import DenseAttention
+from workbench.train.teacher import Teacher, sample_mask
+from workbench.types import Commit
+
+
+def all_block_logits(setup: Setup, tokens: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """[n-1, d, V_d]: draft logits of every prefix of one sequence by the training forward."""
+    anchors = torch.arange(len(tokens) - 1)[None]
+    attention = DenseAttention(anchors, torch.zeros_like(anchors), len(tokens), CONFIG.depth)
+    embeddings = setup.model.get_input_embeddings()(tokens.roll(-1))[None]
+    scaled = taps[None] * setup.scale
+    states = block_states(setup.draft, scaled, embeddings, torch.arange(len(tokens))[None], anchors, attention)
+    return setup.draft.lm_head(states)[0]
+
+
+@torch.no_grad()
+def test_training_rows_equal_inference_rows(tmp_path):
+    setup = Setup()
+    tokens = torch.from_numpy(setup.corpus.sample(3)).long()
+    taps = setup.teacher.features(tokens[None], torch.arange(len(tokens))[None]).taps[0]
+    trained = all_block_logits(setup, tokens, taps)
+    save_dart(export_dart(setup.draft, setup.scale), tmp_path, torch.float32)
+    drafter = DartDrafter(load_dart(tmp_path), setup.model.get_input_embeddings(), dart_taps(7))
+    session = drafter.session(1, len(tokens))
+    for i in range(len(tokens) - 1):
+        session.observe(Commit([0], [i], [tokens[i : i + 1].numpy()], [int(tokens[i + 1])], taps[i : i + 1]))
+        torch.testing.assert_close(session.logits([0])[0], trained[i], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_token_behind_the_root_cannot_change_a_block():
+    setup = Setup()
+    tokens = torch.from_numpy(setup.corpus.sample(3)).long()
+    positions = torch.arange(len(tokens))[None]
+    before = all_block_logits(setup, tokens, setup.teacher.features(tokens[None], positions).taps[0])
+    changed = tokens.clone()
+    place = 6
+    changed[place] = (changed[place] + 1) % VOCAB
+    after = all_block_logits(setup, changed, setup.teacher.features(changed[None], positions).taps[0])
+    # Block i reads tokens up to its root i + 1.
+    assert torch.equal(before[: place - 1], after[: place - 1])
+    assert (before[place - 1] - after[place - 1]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_samples_of_a_row_do_not_see_each_other():
+    setup = Setup(num_blocks=ROW)
+    batch = setup.table.batch(torch.from_numpy(setup.rows), ROW, CONFIG.depth)
+    packed = setup.draft.lm_head(setup.objective.states(batch, setup.store(batch)))
+    row, block = 0, int(batch.used[0].sum()) - 1  # the last block of the row lies in its last sample
+    place = int(batch.index[row, batch.anchors[row, block]])
+    sample = int(np.searchsorted(setup.corpus.offsets, place, side="right")) - 1
+    assert setup.corpus.offsets[sample] != batch.index[row, 0]
+    tokens = torch.from_numpy(setup.corpus.sample(sample)).long()
+    taps = setup.teacher.features(tokens[None], torch.arange(len(tokens))[None]).taps[0]
+    alone = all_block_logits(setup, tokens, taps)[place - int(setup.corpus.offsets[sample])]
+    torch.testing.assert_close(packed[row, block], alone, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_teacher_equals_the_target_alone_and_leaves_it_as_it_was():
+    setup = Setup()
+    target = Target(tiny_model())  # switches the attention implementation
+    before = target.model.config._attn_implementation
+    teacher = Teacher(target.model, dart_taps(7), chunk_rows=1000)
+    batch = setup.table.batch(torch.from_numpy(setup.rows), 3, CONFIG.depth)
+    found, stored = teacher(batch), setup.store(batch)
+    assert target.model.config._attn_implementation == before
+    for name in ("taps", "hidden", "log_total"):
+        mine, theirs = getattr(found, name), getattr(stored, name)
+        torch.testing.assert_close(mine[batch.filled], theirs[batch.filled], rtol=1e-4, atol=1e-5)
+    sample = 2
+    tokens = torch.from_numpy(setup.corpus.sample(sample)).long()
+    alone = setup.model(tokens[None], output_hidden_states=True)
+    places = [(batch.index == int(setup.corpus.offsets[sample]) + i).nonzero()[-1] for i in range(len(tokens))]
+    rows, columns = torch.stack(places).T
+    taps = torch.cat([alone.hidden_states[t][0] for t in dart_taps(7)], -1)
+    torch.testing.assert_close(found.taps[rows, columns], taps, rtol=1e-4, atol=1e-4)
+    logits = alone.logits[0]
+    said = setup.model.lm_head(found.hidden)[rows, columns]
+    torch.testing.assert_close(said, logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.log_total[rows, columns], logits.logsumexp(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_sample_mask_by_hand():
+    mask = sample_mask(torch.tensor([[0, 1, 0, 0]]))[0, 0]
+    assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_fused_loss_equals_plain_autograd():
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(29, 6, generator=generator, requires_grad=True)
+    head = torch.randn(11, 6, generator=generator, requires_grad=True)
+    teacher = torch.randn(17, 11, generator=generator) * 2
+    index = torch.randint(17, (29,), generator=generator)
+    scale, weight = torch.rand(29, generator=generator) + 0.5, torch.rand(29, generator=generator)
+    loss, kl, agree = distill(states, head, teacher, index, scale, weight, chunk_rows=8)
+    (2 * loss).backward()
+    fused = states.grad.clone(), head.grad.clone()
+    states.grad = head.grad = None
+    log_drafted = (states @ head.T).log_softmax(-1)
+    log_wanted = (teacher[index] * scale[:, None]).log_softmax(-1)
+    plain_kl = functional.kl_div(log_drafted, log_wanted, log_target=True, reduction="none").sum(-1)
+    plain = (weight * plain_kl).sum()
+    (2 * plain).backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kl, plain_kl, rtol=1e-5, atol=1e-5)
+    assert torch.equal(agree, log_drafted.argmax(-1) == log_wanted.argmax(-1))
+    for mine, theirs in zip(fused, (states.grad, head.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_position_weights():
+    torch.testing.assert_close(position_weights(8, 0.6).sum(), torch.tensor(2.458), rtol=0, atol=1e-3)
+    with pytest.raises(ValueError, match="gamma=0"):
+        position_weights(8, 0.0)
+
+
+@pytest.mark.parametrize("weigh_by_mass", [False, True])
+def test_objective_equals_a_restatement(weigh_by_mass):
+    """Loss = sum over t of gamma^t * mean over supervised rows of KL(target || draft), row by row and in words."""
+    settings = DartLoss(gamma=0.5, weigh_by_mass=weigh_by_mass, greedy_temperature=0.7)
+    setup = Setup(settings, num_blocks=ROW)
+    batch = setup.table.batch(torch.from_numpy(setup.rows[:2]), ROW, CONFIG.depth)
+    loss, metrics = setup.objective.loss(batch)
+    corpus, totals = setup.corpus, [[] for _ in range(CONFIG.depth)]
+    samples = {int(np.searchsorted(corpus.offsets, p, side="right")) - 1 for p in setup.rows[:2].ravel() if p >= 0}
+    with torch.no_grad():
+        for sample in samples:
+            tokens = torch.from_numpy(corpus.sample(sample)).long()
+            out = setup.model(tokens[None], output_hidden_states=True)
+            taps = torch.cat([out.hidden_states[t][0] for t in dart_taps(7)], -1)
+            drafted = all_block_logits(setup, tokens, taps).log_softmax(-1)
+            temperature = 1.0 if corpus.sampled[sample] else 0.7
+            for newest in range(int(corpus.prompt_len[sample]) - 1, len(tokens) - 2):
+                for slot in range(min(CONFIG.depth, len(tokens) - 2 - newest)):
+                    law = out.logits[0, newest + 1 + slot]
+                    wanted = (law[setup.ids] / temperature).log_softmax(-1)
+                    kl = (wanted.exp() * (wanted - drafted[newest, slot])).sum()
+                    mass = law.softmax(-1)[setup.ids].sum() if weigh_by_mass else 1.0
+                    totals[slot].append((float(kl), float(kl * mass)))
+    expected = sum(0.5**t * np.mean([weighed for _, weighed in rows]) for t, rows in enumerate(totals))
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert metrics["kl"].tolist() == pytest.approx([np.mean([kl for kl, _ in rows]) for rows in totals], rel=1e-4)
+
+
+def test_gradients_reach_every_parameter_but_not_the_target():
+    setup = Setup()
+    setup.model.requires_grad_(True)
+    loss, _ = setup.objective.loss(setup.batches.batch(0))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in setup.draft.parameters())
+    assert all(p.grad is None for p in setup.model.parameters())
+
+
+def test_states_computed_online_or_stored_give_the_same_loss():
+    losses = [Setup(stored=stored).objective.loss(Setup().batches.batch(0))[0] for stored in (True, False)]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)

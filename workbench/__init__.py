@@ -1,0 +1,1 @@
+"""Speculative decoding workbench: drafters, search, verification, measurement."""

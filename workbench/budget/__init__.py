@@ -1,0 +1,1 @@
+"""How many drafted nodes of each request are verified."""

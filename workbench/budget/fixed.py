@@ -1,0 +1,23 @@
+"""The policy of a fixed node budget: every drafted node that can still be useful is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workbench.types import DraftRequest, DraftTree
+
+
+def allocate_fixed(trees: Sequence[DraftTree], requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    """Cuts each tree to its request's own limits and to nothing else.
+
+    Nodes deeper than `max_depth` cannot be emitted before the request ends; of the rest the first `max_nodes` stay.
+
+    Raises:
+        ValueError: a tree that does not start at the request's newest token.
+    """
+    kept = []
+    for tree, request in zip(trees, requests, strict=True):
+        if int(tree.tokens[0]) != int(request.tokens[-1]):
+            raise ValueError(f"slot {request.slot}: draft starts at token {tree.tokens[0]}, not {request.tokens[-1]}")
+        kept.append(tree.up_to_depth(request.max_depth).first(request.max_nodes))
+    return kept

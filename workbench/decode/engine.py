@@ -1,0 +1,332 @@
+"""The one decoding loop: draft -> search -> allocate -> pack -> verify -> accept -> commit.
+
+A single stream is a batch with one request, a chain is a tree with one child a node, autoregressive decoding is a
+drafter that proposes nothing. The engine knows no method; it is handed a drafter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from workbench.budget.fixed import allocate_fixed
+from workbench.decode.accept import Accepted, walk
+from workbench.decode.live import LiveRequest, Request
+from workbench.decode.rows import pack_chunks, pack_trees
+from workbench.decode.sampling import SamplingConfig, choose
+from workbench.decode.stopping import stop_rules
+from workbench.measure.timer import StageTimer
+from workbench.models.packed import PackedRows
+from workbench.models.target import Target
+from workbench.types import MAX_TREE_ROWS, Commit, Drafter, DraftTree, GenerateResult, RoundStats
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """Tokens that a request emitted in one round (or its first token, from prefill).
+
+    Attributes:
+        request: index in order of submission.
+        token_ids: new token ids.
+        text: text that became final with them.
+        stats: record of the round; None for prefill.
+    """
+
+    request: int
+    token_ids: list[int]
+    text: str
+    stats: RoundStats | None
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """A request ended."""
+
+    request: int
+    result: GenerateResult
+
+
+Event = TokenEvent | FinishEvent
+
+
+class Engine:
+    """Decodes any number of requests, up to `slots` of them at once.
+
+    Args:
+        target: the model whose distribution is kept.
+        drafter: proposes tokens.
+        slots: requests that run side by side; waiting ones enter as others finish.
+        max_len: most tokens (prompt and output) of a request; default the context limit of the target. Memory of the
+            KV cache grows with slots * max_len.
+        trace: keep every verified tree and accepted path in the round records.
+        prefill_chunk: most prompt tokens of a request in one prefill forward.
+
+    Raises:
+        ValueError: slots, max_len or prefill_chunk out of range, or a drafter whose trees are too large.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        slots: int = 1,
+        max_len: int | None = None,
+        trace: bool = False,
+        prefill_chunk: int = 1024,
+    ) -> None:
+        limit = target.context_limit if max_len is None else max_len
+        if slots < 1:
+            raise ValueError(f"slots={slots} must be at least 1")
+        if not 1 <= limit <= target.context_limit:
+            raise ValueError(f"max_len={max_len} outside 1..{target.context_limit} (context limit of the target)")
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1")
+        if not 0 <= drafter.max_nodes < MAX_TREE_ROWS:
+            raise ValueError(f"drafter {drafter.name!r}: max_nodes={drafter.max_nodes} outside 0..{MAX_TREE_ROWS - 1}")
+        self.target, self.drafter, self.trace = target, drafter, trace
+        self.max_len, self.prefill_chunk = limit, prefill_chunk
+        # A tree's rows lie behind the committed context until the accepted ones are moved together.
+        self._cache = target.new_cache(slots, limit + drafter.max_nodes)
+        self._session = drafter.session(slots, limit)
+        self._timer = StageTimer(target.device)
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._live: dict[int, LiveRequest] = {}
+        self._free = list(range(slots))[::-1]
+        self._submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """Queues a request and returns its index.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, or a prompt longer than the limit.
+        """
+        prompt, vocab = request.prompt_ids, self.target.vocab_size
+        if not prompt:
+            raise ValueError("prompt_ids is empty; at least one token is needed")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise ValueError(f"prompt_ids has values in {min(prompt)}..{max(prompt)}; allowed are 0..{vocab - 1}")
+        if len(prompt) > self.max_len:
+            raise ValueError(f"prompt of {len(prompt)} tokens exceeds the limit of {self.max_len} (prompt and output)")
+        index = self._submitted
+        self._submitted += 1
+        self._waiting.append((index, request))
+        return index
+
+    @property
+    def busy(self) -> bool:
+        """True while a request waits or runs."""
+        return bool(self._waiting or self._live)
+
+    def stream(self) -> Iterator[Event]:
+        """Events until nothing is left to do; requests may be submitted in between."""
+        while self.busy:
+            yield from self.step()
+
+    def step(self) -> list[Event]:
+        """Lets waiting requests in and prefills them; otherwise runs one round over all live requests."""
+        if self._waiting and self._free:
+            return self._admit()
+        return self._round()
+
+    def _admit(self) -> list[Event]:
+        entered: list[LiveRequest] = []
+        events: list[Event] = []
+        while self._waiting and self._free:
+            index, request = self._waiting.popleft()
+            room = self.max_len - len(request.prompt_ids)
+            rules = stop_rules(request.sampling, self.target.stop_ids, room, self.target.decode)
+            live = LiveRequest.enter(index, self._free[-1], request, rules)
+            if room == 0:
+                live.finish_reason = "context"
+                events.append(FinishEvent(index, live.result()))
+                continue
+            self._free.pop()
+            self._live[live.slot] = live
+            entered.append(live)
+        if entered:
+            events += self._prefill(entered)
+        return events
+
+    def _prefill(self, entered: list[LiveRequest]) -> list[Event]:
+        with self._timer.stage("prefill"):
+            while pending := [x for x in entered if x.prefilled < x.prompt_len]:
+                self._prefill_chunk(pending)
+        seconds = self._timer.take()["prefill"]
+        events: list[Event] = []
+        for live in entered:
+            live.prefill_s = seconds
+            events += self._emit(live, live.extend([int(live.tokens[live.prompt_len])]), None)
+        return events
+
+    def _prefill_chunk(self, pending: list[LiveRequest]) -> None:
+        ends = [min(x.prefilled + self.prefill_chunk, x.prompt_len) for x in pending]
+        chunks = [x.tokens[x.prefilled : end] for x, end in zip(pending, ends, strict=True)]
+        starts = [x.prefilled for x in pending]
+        slots = [x.slot for x in pending]
+        rows = pack_chunks(chunks, slots, starts, self.target.device)
+        last_rows = torch.tensor(rows.starts[1:], device=self.target.device) - 1
+        out = self.target.forward(rows, self._cache, self.drafter.taps, last_rows)
+        for i, (live, end) in enumerate(zip(pending, ends, strict=True)):
+            live.prefilled = end
+            if end == live.prompt_len:
+                live.tokens[end] = choose(out.logits[i : i + 1], np.array([end]), live.request.sampling)[0]
+        following = [int(x.tokens[end]) for x, end in zip(pending, ends, strict=True)]
+        self._session.observe(Commit(slots, starts, chunks, following, out.taps))
+
+    def _round(self) -> list[Event]:
+        live = sorted(self._live.values(), key=lambda x: x.slot)
+        if not live:
+            return []
+        timer = self._timer
+        requests = [x.draft_request(self.drafter.max_nodes) for x in live]
+        proposed = self._session.propose(requests, timer)
+        with timer.stage("allocate"):
+            trees = allocate_fixed(proposed, requests)
+        with timer.stage("pack"):
+            rows = pack_trees(trees, [x.slot for x in live], [x.committed for x in live], self.target.device)
+        with timer.stage("verify"):
+            out = self.target.forward(rows, self._cache, self.drafter.taps)
+        with timer.stage("accept"):
+            accepted = self._accept(live, trees, rows, out.logits)
+        with timer.stage("commit"):
+            self._commit(live, trees, accepted, rows, out.taps)
+        stage_s = timer.take()
+        events: list[Event] = []
+        for x, drafted, tree, got in zip(live, proposed, trees, accepted, strict=True):
+            stats = self._stats(drafted, tree, got, stage_s, len(live))
+            tokens = [*tree.tokens[list(got.path[1:])].tolist(), got.bonus]
+            events += self._emit(x, x.extend(tokens), stats)
+        return events
+
+    def _accept(
+        self, live: list[LiveRequest], trees: list[DraftTree], rows: PackedRows, logits: torch.Tensor
+    ) -> list[Accepted]:
+        """One walk a request over the target's tokens; all greedy rows share one argmax."""
+        argmax = logits.argmax(-1).cpu().numpy() if any(x.request.sampling.greedy for x in live) else None
+        accepted = []
+        for x, tree, first in zip(live, trees, rows.starts, strict=False):
+            own = slice(first, first + len(tree.tokens))
+            if x.request.sampling.greedy:
+                choices = argmax[own]
+            else:
+                choices = choose(logits[own], x.committed + tree.depths + 1, x.request.sampling)
+            accepted.append(walk(tree, choices))
+        return accepted
+
+    def _commit(
+        self,
+        live: list[LiveRequest],
+        trees: list[DraftTree],
+        accepted: list[Accepted],
+        rows: PackedRows,
+        taps: torch.Tensor | None,
+    ) -> None:
+        """Keeps the KV rows of the accepted paths and hands them to the drafter."""
+        for x, got in zip(live, accepted, strict=True):
+            self._cache.keep_path(x.slot, x.committed, got.path)
+        if taps is not None:
+            kept = [first + node for first, got in zip(rows.starts, accepted, strict=False) for node in got.path]
+            taps = taps[torch.tensor(kept, device=taps.device)]
+        self._session.observe(
+            Commit(
+                slots=[x.slot for x in live],
+                starts=[x.committed for x in live],
+                tokens=[t.tokens[list(g.path)].astype(np.int64) for t, g in zip(trees, accepted, strict=True)],
+                next_tokens=[g.bonus for g in accepted],
+                taps=taps,
+            )
+        )
+
+    def _stats(
+        self, drafted: DraftTree, tree: DraftTree, got: Accepted, stage_s: dict[str, float], num_requests: int
+    ) -> RoundStats:
+        return RoundStats(
+            num_drafted=drafted.num_nodes,
+            num_verified=len(tree.tokens),
+            num_accepted=got.num_accepted,
+            num_emitted=0,
+            stage_s=stage_s,
+            num_requests=num_requests,
+            max_depth=int(tree.depths.max()),
+            tree=tree if self.trace else None,
+            path=got.path if self.trace else None,
+        )
+
+    def _emit(self, live: LiveRequest, tokens: list[int], stats: RoundStats | None) -> list[Event]:
+        if stats is not None:
+            stats.num_emitted = len(tokens)
+            live.rounds.append(stats)
+        events: list[Event] = [TokenEvent(live.index, tokens, live.new_text(), stats)]
+        if live.finish_reason:
+            del self._live[live.slot]
+            self._free.append(live.slot)
+            events.append(FinishEvent(live.index, live.result()))
+        return events
+
+
+#: A prompt: token ids, a user message, or a conversation of {"role", "content"} messages.
+Prompt = Sequence[int] | str | Sequence[dict[str, str]]
+
+
+def prompt_ids(target: Target, prompt: Prompt) -> tuple[int, ...]:
+    """Token ids of a prompt; text and conversations go through the chat template of the target.
+
+    Raises:
+        ValueError: an empty prompt, or something that is none of the three forms.
+    """
+    if isinstance(prompt, str):
+        return tuple(target.encode_chat([{"role": "user", "content": prompt}]))
+    items = list(prompt)
+    if items and all(isinstance(m, dict) for m in items):
+        return tuple(target.encode_chat(items))
+    if not items or any(isinstance(t, bool | str | dict) or int(t) != t for t in items):
+        raise ValueError(f"prompt {prompt!r:.80} must be text, token ids or a list of role/content messages")
+    return tuple(int(t) for t in items)
+
+
+def generate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+    slots: int = 1,
+    trace: bool = False,
+    progress: bool = False,
+) -> list[GenerateResult]:
+    """Completes prompts, `slots` of them at a time.
+
+    Args:
+        target: the model.
+        drafter: from `load_method`.
+        prompts: see `Prompt`.
+        sampling: one configuration for all, or one a prompt; default greedy, 128 tokens.
+        slots: requests that run side by side.
+        trace: keep the draft tree of every round.
+        progress: show a bar over finished prompts.
+
+    Returns:
+        One result a prompt, in order.
+    """
+    config = SamplingConfig() if sampling is None else sampling
+    configs = [config] * len(prompts) if isinstance(config, SamplingConfig) else list(config)
+    if len(configs) != len(prompts):
+        raise ValueError(f"sampling has {len(configs)} entries for {len(prompts)} prompts")
+    requests = [Request(prompt_ids(target, p), c) for p, c in zip(prompts, configs, strict=True)]
+    if not requests:
+        return []
+    longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+    engine = Engine(target, drafter, min(slots, len(requests)), min(longest, target.context_limit), trace)
+    for request in requests:
+        engine.submit(request)
+    results: dict[int, GenerateResult] = {}
+    with tqdm(total=len(requests), disable=not progress, desc=drafter.name, unit="prompt") as bar:
+        for event in engine.stream():
+            if isinstance(event, FinishEvent):
+                results[event.request] = event.result
+                bar.update()
+    return [results[i] for i in range(len(requests))]

@@ -1,0 +1,102 @@
+"""From logits to the target's token, greedily or by sampling with counter-based randomness.
+
+Every draw is keyed by (seed of the request, position of the token), so an output depends neither on the batch it ran
+in nor on the drafter: with the same seed, every method produces the tokens that autoregressive decoding samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+#: Temperatures below this are greedy.
+GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How one request is decoded.
+
+    Attributes:
+        max_new_tokens: most tokens generated, at least 1.
+        temperature: 0 for greedy, else the logits are divided by it.
+        top_k: keep the k largest logits; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches it, after top_k; 1.0 keeps all.
+        seed: key of the request's randomness.
+        stop_ids: ids that end the output; None for those of the target.
+        stop_strings: strings that end the output; the text is cut before the first.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] | None = None
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature} must be finite and at least 0")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (off) or a positive number of tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p} outside (0, 1]")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} outside 0..2**63-1")
+        if isinstance(self.stop_strings, str) or any(not s for s in self.stop_strings):
+            raise ValueError(f"stop_strings={self.stop_strings!r} must be a tuple of non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        """True when the largest logit wins."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+def target_probs(logits: torch.Tensor, config: SamplingConfig) -> torch.Tensor:
+    """Probabilities the request samples from: temperature, then top_k, then top_p (the order of transformers).
+
+    Args:
+        logits: [n, V] any float dtype.
+
+    Returns:
+        [n, V] float64, rows sum to 1.
+    """
+    scores = logits.double() / config.temperature
+    if 0 < config.top_k < scores.shape[-1]:
+        floor = scores.topk(config.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < floor, -torch.inf)
+    if config.top_p < 1.0:
+        ascending, order = scores.sort(dim=-1, stable=True)
+        outside = ascending.softmax(-1).cumsum(-1) <= 1.0 - config.top_p
+        outside[:, -1] = False  # the most probable token always stays
+        scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+    return scores.softmax(-1)
+
+
+def uniforms(seed: int, positions: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[n] float64 in [0, 1): one Philox draw for each (seed, position), whatever else is drawn."""
+    return np.array([np.random.Generator(np.random.Philox(key=seed, counter=int(p))).random() for p in positions])
+
+
+def choose(logits: torch.Tensor, positions: np.ndarray, config: SamplingConfig) -> np.ndarray:
+    """The target's token after each row: [n] int64.
+
+    Args:
+        logits: [n, V].
+        positions: [n] position of the token to be chosen (that of the row plus one).
+
+    Sampling inverts the cumulative distribution at the uniform of the position, in float64.
+    """
+    if config.greedy:
+        return logits.argmax(-1).cpu().numpy()
+    probs = target_probs(logits, config)
+    draws = torch.from_numpy(uniforms(config.seed, positions)).to(logits.device)
+    cumulative = probs.cumsum(-1)
+    ids = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
+    return ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy()

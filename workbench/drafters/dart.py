@@ -1,0 +1,277 @@
+"""DART as a drafter: one forward of the draft network proposes all positions, an n-gram trie helps to prune the tree.
+
+Follows arXiv 2601.19278 and the inference code of its repository, with two savings: real rows are projected to K/V
+once, when they are committed, and only the newest real row and the masks have queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from workbench.drafters.dart_files import load_dart
+from workbench.drafters.dart_model import DartModel, rotate
+from workbench.models.target import Target
+from workbench.paths import data_dir
+from workbench.search.prune import PruneConfig, prune_trees
+from workbench.search.trie import NgramTrie
+from workbench.types import Commit, DraftRequest, DraftTree, Stopwatch, root_tree
+
+#: Candidates kept at each position before the search, as published.
+NUM_CANDIDATES = 25
+TRIE = "ngram.trie"
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DartDrafter:
+    """Weights and settings of DART; state lives in its sessions.
+
+    Args:
+        model: the draft network, on the target's device.
+        embedding: the target's input embedding.
+        taps: three indices into the target's hidden states, ascending.
+        trie: n-gram counts; None searches without them.
+        prune: settings of the search.
+    """
+
+    name = "dart"
+
+    def __init__(
+        self,
+        model: DartModel,
+        embedding: nn.Embedding,
+        taps: tuple[int, int, int],
+        trie: NgramTrie | None = None,
+        prune: PruneConfig | None = None,
+    ) -> None:
+        self.model = model
+        self.embedding = embedding
+        self.taps = taps
+        self.trie = trie
+        self.prune = prune or PruneConfig()
+        self.max_nodes = self.prune.num_nodes
+
+    def session(self, slots: int, max_len: int) -> DartSession:
+        """New state for `slots` requests of up to `max_len` tokens each."""
+        return DartSession(self, slots, max_len)
+
+
+class DartSession:
+    """K/V of the real rows of every slot, and the newest real row of each.
+
+    The cache has `draft_length` rows more than `max_len`: masks are written behind the real rows and overwritten by
+    the next ones, so real rows in the cache are always exactly the committed tokens.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, drafter: DartDrafter, slots: int, max_len: int) -> None:
+        for name, value in (("slots", slots), ("max_len", max_len)):
+            if value < 1:
+                raise ValueError(f"{name}={value}; allowed: 1 or more")
+        model = drafter.model
+        config = model.config
+        weight = model.fc.weight
+        self._drafter, self._model = drafter, model
+        self._device, self._max_len = weight.device, max_len
+        rows = max_len + config.draft_length
+        shape = (slots, rows, config.num_key_value_heads, config.head_dim)
+        self._keys = weight.new_zeros(shape)  # zeros, since rows that nobody wrote must stay finite under a mask
+        self._values = weight.new_zeros(shape)
+        self._features = weight.new_zeros(slots, config.hidden_size)
+        self._inputs = weight.new_zeros(slots, 2 * config.hidden_size)
+        self._lengths = np.zeros(slots, np.int64)
+        self._cos, self._sin = model.rotary(torch.arange(rows, device=self._device))
+        mask_rep = model.midlayer.mask_rep
+        self._mask_query = model.query(mask_rep)
+        self._mask_key, self._mask_value = model.key_value(mask_rep)
+        self._mask_residual = mask_rep[: config.hidden_size]
+        self._steps = torch.arange(config.depth, device=self._device)
+        self._draft_ids = model.draft_ids
+
+    @torch.inference_mode()
+    def observe(self, commit: Commit) -> None:
+        """Adds committed tokens as real rows.
+
+        Raises:
+            ValueError: no taps, a chunk that does not continue its slot, or one beyond `max_len`.
+        """
+        counts = np.array([len(t) for t in commit.tokens], np.int64)
+        starts = np.array(commit.starts, np.int64)
+        slots = np.array(commit.slots, np.int64)
+        self._check(commit, slots, starts, counts)
+        parts = [np.append(t[1:], n) for t, n in zip(commit.tokens, commit.next_tokens, strict=True)]
+        next_ids = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._device)
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        positions = torch.from_numpy(positions).to(self._device)
+        slot_of_row = torch.from_numpy(np.repeat(slots, counts)).to(self._device)
+        model, dtype = self._model, self._keys.dtype
+        embeddings = self._drafter.embedding(next_ids).to(dtype)
+        features, inputs = model.real_rows(commit.taps.to(self._device, dtype), embeddings)
+        keys, values = model.key_value(inputs)
+        self._keys[slot_of_row, positions] = rotate(keys, self._cos[positions], self._sin[positions])
+        self._values[slot_of_row, positions] = values
+        newest = torch.from_numpy(np.cumsum(counts) - 1).to(self._device)
+        moved = torch.from_numpy(slots).to(self._device)
+        self._features[moved] = features[newest]
+        self._inputs[moved] = inputs[newest]
+        self._lengths[slots] = starts + counts
+
+    def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
+        """One pruned tree a request, from one forward for all of them."""
+        depth = self._model.config.depth
+        limits = [0 if r.max_nodes < 1 else max(0, min(r.max_depth, depth)) for r in requests]
+        drafting = [i for i, limit in enumerate(limits) if limit]
+        trees = [root_tree(int(r.tokens[-1])) for r in requests]
+        if not drafting:
+            return trees
+        with timer.stage("draft"):
+            ids, probs = self._candidates([requests[i].slot for i in drafting])
+        with timer.stage("search"):
+            for limit in sorted({limits[i] for i in drafting}):
+                rows = [k for k, i in enumerate(drafting) if limits[i] == limit]
+                members = [drafting[k] for k in rows]
+                pruned = prune_trees(
+                    ids[rows, :limit],
+                    probs[rows, :limit],
+                    [requests[i].tokens for i in members],
+                    self._drafter.trie,
+                    self._drafter.prune,
+                )
+                for i, tree in zip(members, pruned, strict=True):
+                    trees[i] = tree.first(requests[i].max_nodes)
+        return trees
+
+    @torch.inference_mode()
+    def logits(self, slots: Sequence[int]) -> torch.Tensor:
+        """Draft logits behind the newest committed token of each slot, in one forward.
+
+        Returns:
+            [R, d, V_d]: row 0 drafts the token after the root, row j the j-th token after that.
+
+        Raises:
+            ValueError: a slot without committed tokens.
+        """
+        model, config = self._model, self._model.config
+        lengths = self._lengths[list(slots)]
+        if (lengths < 1).any():
+            raise ValueError(f"slots={list(slots)}: one of them has no committed tokens yet")
+        extent = int(lengths.max()) + config.draft_length
+        index = torch.tensor(list(slots), device=self._device)
+        end = torch.from_numpy(lengths).to(self._device)
+        positions = end[:, None] - 1 + self._steps  # [R, d]
+        cos, sin = self._cos[positions], self._sin[positions]
+        masks = (len(slots), config.draft_length, -1, -1)
+        query = torch.cat([model.query(self._inputs[index])[:, None], self._mask_query.expand(masks)], dim=1)
+        mask_key = rotate(self._mask_key.expand(masks), cos[:, 1:], sin[:, 1:])
+        self._keys[index[:, None], positions[:, 1:]] = mask_key
+        self._values[index[:, None], positions[:, 1:]] = self._mask_value
+        visible = torch.arange(extent, device=self._device) <= positions[..., None]  # [R, d, extent]
+        rows = slice(slots[0], slots[0] + 1) if len(slots) == 1 else index
+        attended = _attend(rotate(query, cos, sin), self._keys[rows, :extent], self._values[rows, :extent], visible)
+        residual = torch.cat(
+            [self._features[index][:, None], self._mask_residual.expand(len(slots), config.draft_length, -1)], dim=1
+        )
+        return model.lm_head(model.finish(residual, attended))
+
+    @torch.inference_mode()
+    def _candidates(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Target ids [R, d, C] int64 and their soft-maxed probabilities, fp32, best first."""
+        best, index = self.logits(slots).topk(min(NUM_CANDIDATES, self._model.config.draft_vocab_size), dim=-1)
+        probs = torch.softmax(best.float(), dim=-1)
+        return self._draft_ids[index].cpu().numpy(), probs.cpu().numpy()
+
+    def _check(self, commit: Commit, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        width = 3 * self._model.config.hidden_size
+        if commit.taps is None or commit.taps.shape != (counts.sum(), width):
+            shape = None if commit.taps is None else list(commit.taps.shape)
+            raise ValueError(f"taps {shape}; needed: [{counts.sum()}, {width}], one row a committed token")
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            if count < 1 or start not in (0, self._lengths[slot]) or start + count > self._max_len:
+                raise ValueError(
+                    f"slot {slot}: {count} tokens from position {start}; allowed: 1 or more from 0 or "
+                    f"{self._lengths[slot]}, ending at {self._max_len} at the latest"
+                )
+
+
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Grouped-query attention of few queries, softmax in fp32.
+
+    Args:
+        query: [R, d, n_h, head_dim]; keys, values: [R, S, n_kv, head_dim]; visible: [R, d, S] bool.
+
+    Returns:
+        [R, d, n_h * head_dim].
+    """
+    num_requests, depth, num_heads, head_dim = query.shape
+    num_groups = keys.shape[2]
+    share = num_heads // num_groups
+    query = query.view(num_requests, depth, num_groups, share, head_dim).permute(0, 2, 3, 1, 4)
+    query = query.reshape(num_requests, num_groups, share * depth, head_dim) * head_dim**-0.5
+    scores = query @ keys.permute(0, 2, 3, 1)  # [R, n_kv, share * d, S]
+    hidden = ~visible[:, None, None]
+    scores = scores.float().unflatten(2, (share, depth)).masked_fill(hidden, float("-inf"))
+    weights = scores.softmax(dim=-1).to(values.dtype).flatten(2, 3)
+    mixed = weights @ values.transpose(1, 2)  # [R, n_kv, share * d, head_dim]
+    mixed = mixed.view(num_requests, num_groups, share, depth, head_dim).permute(0, 3, 1, 2, 4)
+    return mixed.reshape(num_requests, depth, num_heads * head_dim)
+
+
+def build_dart(
+    target: Target,
+    path: str | Path | None = None,
+    trie: str | Path | NgramTrie | None = "default",
+    num_nodes: int = 59,
+    prune: PruneConfig | None = None,
+    double_norm: bool = True,
+    dtype: str = "auto",
+) -> DartDrafter:
+    """Builder of the table.
+
+    Args:
+        target: the target; the network runs on its device.
+        path: folder with `config.json` and `model.safetensors`; None takes the shipped one of the embedded target.
+        trie: a trie or its path; "default" is `ngram.trie` in the folder of the weights, if there; None for none.
+        num_nodes: nodes of a tree, the root not counted; ignored when `prune` is given.
+        prune: all settings of the search; by default DART's, with the target's first stop id as eos.
+        double_norm: see `DartModel`.
+        dtype: of the draft network: "float32", "bfloat16", "float16", or "auto" for the target's dtype, but bfloat16
+            on a CPU with instructions for it. A draft only proposes, so this never changes the law of the output.
+
+    Raises:
+        ValueError: no weights are known for the target, they do not fit it, or `dtype` is unknown.
+    """
+    if path is None and target.name != "embedded":
+        raise ValueError(f"path is unset and no DART weights are shipped for target {target.name!r}; name a folder")
+    if target.num_layers < 7:
+        raise ValueError(f"the target has {target.num_layers} layers; DART needs 7 or more for three different taps")
+    folder = Path(path) if path is not None else data_dir() / "embedded" / "dart"
+    model = load_dart(folder, _chosen_dtype(dtype, target), target.device, double_norm)
+    for name, needed in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
+        if getattr(model.config, name) != needed:
+            raise ValueError(f"{folder}: {name}={getattr(model.config, name)}, but the target has {needed}")
+    if trie == "default":
+        trie = folder / TRIE if (folder / TRIE).is_file() else None
+    if isinstance(trie, str | Path):
+        trie = NgramTrie.open(trie)
+    if prune is None:
+        prune = PruneConfig(num_nodes=num_nodes, eos_id=target.stop_ids[0] if target.stop_ids else None)
+    return DartDrafter(model, target.embedding, dart_taps(target.num_layers), trie, prune)
+
+
+def dart_taps(num_layers: int) -> tuple[int, int, int]:
+    """Indices of the tapped hidden states: inputs of layers 2, L // 2 and L - 3."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def _chosen_dtype(name: str, target: Target) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r}; allowed: {', '.join(_DTYPES)}")
+    if name != "auto":
+        return _DTYPES[name]
+    # Eight rows against 20 MB of weights: half the bytes is nearly half the time where the CPU multiplies bfloat16.
+    has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return torch.bfloat16 if target.device.type == "cpu" and has_bfloat16() else target.dtype

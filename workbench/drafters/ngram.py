@@ -1,0 +1,102 @@
+"""Drafting from n-gram counts alone: what the trie of DART knows without a draft network."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from workbench.models.target import Target
+from workbench.paths import data_dir
+from workbench.search.trie import NgramTrie
+from workbench.types import MAX_TREE_ROWS, Commit, DraftRequest, DraftTree, Stopwatch
+
+
+class NgramDrafter:
+    """Best-first trees of the most probable continuations; stateless, so it is its own session.
+
+    Args:
+        trie: n-gram counts.
+        num_nodes: nodes of a tree, root not counted, 1..63.
+        branching: continuations tried behind each node, at least 1.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    name = "ngram"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, trie: NgramTrie, num_nodes: int = 16, branching: int = 4) -> None:
+        if not 1 <= num_nodes < MAX_TREE_ROWS:
+            raise ValueError(f"num_nodes={num_nodes} outside 1..{MAX_TREE_ROWS - 1}")
+        if branching < 1:
+            raise ValueError(f"branching={branching} must be at least 1")
+        self.trie, self.max_nodes, self.branching = trie, num_nodes, branching
+
+    def session(self, slots: int, max_len: int) -> NgramDrafter:
+        """Nothing to keep: the context is in the request."""
+        return self
+
+    def observe(self, commit: Commit) -> None:
+        """Nothing to learn."""
+
+    def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
+        """One tree a request."""
+        with timer.stage("search"):
+            return [self._tree(r) for r in requests]
+
+    def _tree(self, request: DraftRequest) -> DraftTree:
+        """Takes the most probable open node, opens its continuations, and so on; scores are log-probabilities."""
+        tail = tuple(request.tokens[-(self.trie.order - 1) :].tolist())
+        tokens, parents, depths, scores = [tail[-1]], [-1], [0], [0.0]
+        contexts = [tail]
+        heap: list[tuple[float, int, int, int]] = []  # (-score, order of discovery, token, parent)
+        found = 0
+        newest = 0
+        while len(tokens) <= request.max_nodes:
+            if depths[newest] < request.max_depth:
+                ids, probs = self.trie.continuations(contexts[newest], self.branching)
+                for token, prob in zip(ids.tolist(), np.log(probs).tolist(), strict=True):
+                    heapq.heappush(heap, (-(scores[newest] + prob), found, token, newest))
+                    found += 1
+            if not heap:
+                break
+            cost, _, token, parent = heapq.heappop(heap)
+            newest = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            scores.append(-cost)
+            contexts.append((*contexts[parent], token)[-(self.trie.order - 1) :])
+        columns = (tokens, np.int32), (parents, np.int32), (depths, np.int32), (scores, np.float32)
+        return DraftTree(*(np.array(values, dtype) for values, dtype in columns))
+
+
+def build_ngram(
+    target: Target,
+    path: str | Path | None = None,
+    trie: NgramTrie | None = None,
+    num_nodes: int = 16,
+    branching: int = 4,
+) -> NgramDrafter:
+    """Builder of the table.
+
+    Args:
+        target: the target.
+        path: a saved trie; None takes the shipped one of the embedded target.
+        trie: a trie in memory, instead of `path`.
+        num_nodes, branching: see `NgramDrafter`.
+
+    Raises:
+        ValueError: no trie is known for the target, or its ids exceed the target's vocabulary.
+    """
+    if trie is None:
+        if path is None and target.name != "embedded":
+            raise ValueError(f"path is unset and no trie is shipped for target {target.name!r}; name a file")
+        trie = NgramTrie.open(path or data_dir() / "embedded" / "dart" / "ngram.trie")
+    if trie.vocab_size > target.vocab_size:
+        raise ValueError(f"the trie counts ids below {trie.vocab_size}, the target has {target.vocab_size}")
+    return NgramDrafter(trie, num_nodes, branching)

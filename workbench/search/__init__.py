@@ -1,0 +1,1 @@
+"""From logits to draft trees: n-gram trie and pruning."""

@@ -1,0 +1,231 @@
+"""N-gram trie in flat sorted arrays: built from token sequences, saved as one file, opened by memory-mapping it.
+
+Probabilities are the per-token back-off of DART (arXiv 2601.19278): the longest suffix of the context after which a
+token was seen decides, there is neither a discount nor a unigram level. The layout is described in `trie_format.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from workbench.search import _jit
+from workbench.search.ngram_count import Level, count_levels, drop_rare, flatten
+from workbench.search.trie_format import HEADER_BYTES, MAX_ORDER, MIN_ORDER, TrieHeader, pack_header, read_header
+
+Ids = Sequence[int] | np.ndarray
+
+
+class NgramTrie:
+    """Counts of n-grams of length 1..order over token ids below `vocab_size`. Immutable; safe to share by threads.
+
+    Make one with `count` or `open`.
+
+    Attributes:
+        header: order, vocabulary, nodes of every length, tokens counted, tokenizer fingerprint.
+        path: the file it is mapped from, None for one in memory.
+    """
+
+    def __init__(self, header: TrieHeader, arrays: Sequence[np.ndarray], path: Path | None = None) -> None:
+        self.header = header
+        self.path = path
+        self._arrays = tuple(arrays)
+        for array in self._arrays:
+            array.flags.writeable = False
+
+    @classmethod
+    def count(
+        cls,
+        sequences: Iterable[Ids],
+        order: int = 3,
+        min_count: int | Sequence[int] = 1,
+        vocab_size: int | None = None,
+        fingerprint: str = "",
+    ) -> NgramTrie:
+        """Counts every n-gram of length 1..order that lies inside one sequence, also those at its end.
+
+        Args:
+            sequences: token ids, one sequence each; empty ones are allowed.
+            order: longest n-gram, 2..5; contexts have up to order - 1 tokens.
+            min_count: least number of occurrences that is kept, for all lengths or one for each length. An n-gram goes
+                with its prefix; what stays keeps its original count. With a tuple that asks less of longer n-grams, a
+                kept n-gram's suffix may be gone, then back-off goes on to a shorter one.
+            vocab_size: ids are below it; the largest id + 1 when None.
+            fingerprint: which tokenizer the ids belong to, see `vocabulary_fingerprint`.
+
+        Raises:
+            ValueError: an argument or an id is out of range.
+        """
+        if not MIN_ORDER <= order <= MAX_ORDER:
+            raise ValueError(f"order is {order}, allowed {MIN_ORDER}..{MAX_ORDER}")
+        min_counts = (min_count,) * order if np.ndim(min_count) == 0 else tuple(min_count)
+        if len(min_counts) != order or min(min_counts) < 1:
+            raise ValueError(f"min_count is {min_count}, allowed: an integer >= 1, or one for each length 1..{order}")
+        flat = flatten(sequences, vocab_size)
+        levels = drop_rare(count_levels(flat, order), min_counts)
+        if vocab_size is None:
+            vocab_size = max((int(array.max()) for array in flat), default=0) + 1
+        return cls._from_levels(levels, vocab_size, sum(array.size for array in flat), fingerprint)
+
+    @classmethod
+    def _from_levels(cls, levels: list[Level], vocab_size: int, total_tokens: int, fingerprint: str) -> NgramTrie:
+        sizes = tuple(level.tokens.size for level in levels)
+        counts = np.concatenate([level.counts for level in levels])
+        overflow = np.flatnonzero(counts >= _jit.COUNT_OVERFLOW)
+        header = TrieHeader(len(levels), vocab_size, sizes, overflow.size, total_tokens, fingerprint)
+        num_children = [
+            np.bincount(lower.parents, minlength=upper.tokens.size) for upper, lower in itertools.pairwise(levels)
+        ]
+        starts = sizes[0] + np.concatenate([[0], np.cumsum(np.concatenate(num_children))])
+        stored = np.minimum(counts, _jit.COUNT_OVERFLOW)
+        values = (np.concatenate([level.tokens for level in levels]), stored, starts, overflow, counts[overflow])
+        dtypes = [dtype for dtype, _, _ in header.layout()[0]]
+        return cls(header, [np.ascontiguousarray(v, dtype) for v, dtype in zip(values, dtypes, strict=True)])
+
+    @classmethod
+    def open(cls, path: str | Path, verify: bool = False) -> NgramTrie:
+        """Maps a saved trie; only its header is read.
+
+        Args:
+            path: a file written by `save`.
+            verify: also read everything once and compare its checksum.
+
+        Raises:
+            ValueError: the file is foreign, newer, truncated or damaged.
+        """
+        path = Path(path)
+        header = read_header(path)
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if verify and (crc := zlib.crc32(memoryview(data)[HEADER_BYTES:])) != header.data_crc:
+            raise ValueError(f"trie file {path}: checksum of the arrays is {crc:#x}, allowed {header.data_crc:#x}")
+        places, _ = header.layout()
+        return cls(header, [np.frombuffer(data, dtype, length, offset) for dtype, length, offset in places], path)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the trie as one file, atomically: an older file stays whole until the new one is complete."""
+        path = Path(path)
+        places, end = self.header.layout()
+        body = np.zeros(end - HEADER_BYTES, np.uint8)
+        for array, (dtype, length, offset) in zip(self._arrays, places, strict=True):
+            start = offset - HEADER_BYTES
+            body[start : start + length * dtype.itemsize] = array.view(np.uint8)
+        fields = {**vars(self.header), "data_crc": zlib.crc32(body)}
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(pack_header(TrieHeader(**fields)))
+                file.write(body)
+            os.chmod(temporary, 0o644)  # mkstemp makes files private; a trie is data to share
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @property
+    def order(self) -> int:
+        """Longest n-gram."""
+        return self.header.order
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.header.vocab_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Stored n-grams of all lengths."""
+        return self.header.num_nodes
+
+    @property
+    def fingerprint(self) -> str:
+        """Which tokenizer the ids belong to, "" when unknown."""
+        return self.header.fingerprint
+
+    def arrays(self) -> tuple:
+        """What compiled code takes: tokens, counts, starts, overflow nodes and counts, nodes of level 1, order - 1."""
+        return (*self._arrays, self.header.level_sizes[0], self.order - 1)
+
+    def probability(self, context: Ids, tokens: Ids) -> tuple[np.ndarray, np.ndarray]:
+        """P(token | context) with back-off for each token.
+
+        Args:
+            context: ids before the tokens; the last order - 1 of them count.
+            tokens: [K] ids. An id that no sequence holds, in either argument, is simply unseen.
+
+        Returns:
+            [K] float32 probabilities (0 when the token was seen after no suffix) and [K] int32 matched suffix lengths.
+
+        Raises:
+            ValueError: an argument is not one axis of integers.
+        """
+        context, tokens = _ids("context", context), _ids("tokens", tokens)
+        probs, lengths = np.zeros(tokens.size, np.float32), np.zeros(tokens.size, np.int32)
+        _jit.query(self.arrays(), context, tokens, np.argsort(tokens), probs, lengths)
+        return probs, lengths
+
+    def continuations(self, context: Ids, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """The most probable tokens behind the longest suffix of `context` that has any, without back-off further on.
+
+        Args:
+            context: ids before the tokens; the last order - 1 of them count.
+            limit: most tokens wanted, at least 1.
+
+        Returns:
+            [n] int64 tokens and [n] float64 probabilities, n <= limit, most probable first, the lower id on ties.
+        """
+        if limit < 1:
+            raise ValueError(f"limit is {limit}, allowed 1 or more")
+        arrays, nodes = self.arrays(), np.empty(self.order - 1, np.int64)
+        _jit.suffix_nodes(arrays, _ids("context", context), nodes)
+        for node in nodes[::-1]:
+            low, high = _jit.children_of(arrays, node)
+            if low < high:
+                counts = np.array([_jit.count_of(arrays, child) for child in range(low, high)], np.float64)
+                best = np.argsort(-counts, kind="stable")[:limit]
+                return self._arrays[0][low + best].astype(np.int64), counts[best] / _jit.count_of(arrays, node)
+        return np.empty(0, np.int64), np.empty(0)
+
+    def frequency(self, ngram: Ids) -> int:
+        """Occurrences of an n-gram, 0 when it is not stored or empty."""
+        path = _ids("ngram", ngram)
+        return int(_jit.frequency(self.arrays(), path)) if path.size else 0
+
+    def info(self) -> dict[str, object]:
+        """Order, vocabulary, nodes and bytes, for tables."""
+        _, file_bytes = self.header.layout()
+        return {
+            "order": self.order,
+            "vocab_size": self.vocab_size,
+            "fingerprint": self.fingerprint,
+            "total_tokens": self.header.total_tokens,
+            "nodes_per_level": list(self.header.level_sizes),
+            "num_nodes": self.num_nodes,
+            "bytes": file_bytes,
+            "bytes_per_node": file_bytes / max(1, self.num_nodes),
+            "path": None if self.path is None else str(self.path),
+        }
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Hex sha256 of a tokenizer's token texts and ids (`tokenizer.get_vocab()`), whatever their order."""
+    digest = hashlib.sha256()
+    for token_id, text in sorted((token_id, text) for text, token_id in vocabulary.items()):
+        digest.update(f"{token_id} {len(text)} {text}\n".encode("utf-8", errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def _ids(name: str, values: Ids) -> np.ndarray:
+    """`values` as int64; ids beyond int64 wrap to negative ones, which are as unseen as they were."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} has {array.ndim} axes of {array.dtype}, allowed: one axis of integers")
+    return array.astype(np.int64, copy=False)
