@@ -1,7 +1,7 @@
 """Makes the virtual environment of the Makefile: `python .ci/setup_env.py VENV STAMP`.
 
-Standard library only, since nothing is installed yet. Several calls at once are safe (one installs, the others wait), and
-an interrupted one leaves no stamp, so the next call starts over.
+Standard library only, since nothing is installed yet. Several calls at once are safe (one installs, the others wait),
+and an interrupted one leaves no stamp, so the next call starts over.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def install(folder: Path) -> None:
 def main() -> None:
     """Installs under a lock if the stamp does not say that it was done."""
     if sys.version_info < OLDEST:
-        raise SystemExit(f"Python {OLDEST[0]}.{OLDEST[1]} or newer is needed, this is {sys.version.split()[0]}; "
-                         "choose another one with `make PYTHON=...`")
+        raise SystemExit(
+            f"Python {OLDEST[0]}.{OLDEST[1]} or newer is needed, this is {sys.version.split()[0]}; "
+            "choose another one with `make PYTHON=...`"
+        )
     root = Path(__file__).resolve().parent.parent
     folder, stamp = (root / name for name in sys.argv[1:3])
     wanted = wanted_stamp(root)
@@ -51,7 +53,9 @@ def main() -> None:
         try:
             install(folder)
         except subprocess.CalledProcessError as error:
-            raise SystemExit(f"installation failed (exit code {error.returncode}); run the same command again") from error
+            raise SystemExit(
+                f"installation failed (exit code {error.returncode}); run the same command again"
+            ) from error
         stamp.write_text(wanted)
 
 

@@ -11,14 +11,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Iterator
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from workbench.kernel_path import add_own_kernels  # noqa: E402
-from workbench.models.target import Target  # noqa: E402
+from workbench.kernel_path import add_own_kernels
+from workbench.models.target import Target
 
 add_own_kernels()
 

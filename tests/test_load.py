@@ -120,12 +120,14 @@ def test_code_of_a_checkpoint_is_not_run(folder: Path, tmp_path: Path) -> None:
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     (foreign / "config.json").write_text(json.dumps(config | own))
     (foreign / "own.py").write_text("raise SystemExit('code of the checkpoint ran')")
-    with pytest.raises(ValueError, match="trust_remote_code|custom code"):
+    with pytest.raises(ValueError, match=r"trust_remote_code|custom code"):
         load_target(foreign)
 
 
 def test_without_a_hub_the_error_names_the_id() -> None:
-    with pytest.raises(OSError, match="target 'someone/some-model' is no local folder.*pass the folder of a downloaded"):
+    with pytest.raises(
+        OSError, match=r"target 'someone/some-model' is no local folder.*pass the folder of a downloaded"
+    ):
         load_target("someone/some-model")
 
 

@@ -154,7 +154,7 @@ def test_limits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="more than 3"):
         patch.setattr(prompt_rows, "MAX_ROWS", 3)
         read_prompt_file(tmp_path / name)
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="l.*er than 10 bytes"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"l.*er than 10 bytes"):
         patch.setattr(prompt_rows, "MAX_LINE_BYTES", 10)
         patch.setattr(prompt_rows, "MAX_JSON_BYTES", 10)
         read_prompt_file(tmp_path / name)
@@ -222,9 +222,9 @@ def test_names_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_unknown_names(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_prompts(name)
-    with pytest.raises(ValueError, match="'maths' is neither a known name nor a file; one of .none found"):
+    with pytest.raises(ValueError, match=r"'maths' is neither a known name nor a file; one of .none found"):
         load_prompts("maths", folder=tmp_path)
-    with pytest.raises(ValueError, match="folder=.*nowhere' is not a folder"):
+    with pytest.raises(ValueError, match=r"folder=.*nowhere' is not a folder"):
         load_prompts("maths", folder=tmp_path / "nowhere")
 
 
@@ -283,5 +283,5 @@ def test_hub_errors(rows: object, error: type, message: str, monkeypatch: pytest
 
 def test_hub_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RuntimeError, match="'owner/set' is no file.*'datasets', which is not installed"):
+    with pytest.raises(RuntimeError, match=r"'owner/set' is no file.*'datasets', which is not installed"):
         load_prompts("owner/set")

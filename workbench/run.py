@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -225,7 +226,13 @@ def _papermill(plan: RunPlan, injected: Mapping[str, Any], output: Path, show_ou
 
 @contextmanager
 def _terminate_like_ctrl_c() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt, so that a batch system that ends a run keeps its partial output."""
+    """Inside, SIGTERM raises KeyboardInterrupt, so that a batch system that ends a run keeps its partial output.
+
+    Only the main thread may set handlers; elsewhere nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

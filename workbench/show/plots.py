@@ -148,7 +148,7 @@ def trie_info(nodes_by_length: Sequence[int], title: str = "Nodes of the n-gram 
             showlegend=False,
         )
     )
-    return _finish(figure, title, "n-gram length (tokens)", "distinct n-grams")
+    return _finish(figure, title, "n-gram length (tokens)", "distinct n-grams").update_layout(showlegend=False)
 
 
 def _bars_by_set(rows: Sequence[Row], field: str, text: str) -> go.Figure:
@@ -191,6 +191,7 @@ def _finish(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
         title_text=title,
         template="plotly_white",
         yaxis_title_text=y,
+        showlegend=True,
         height=380,
         margin={"l": 70, "r": 30, "t": 60, "b": 60},
     )

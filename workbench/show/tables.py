@@ -55,7 +55,7 @@ def text_table(rows: Sequence[Row], max_width: int = 120) -> str:
     for name in scalar_columns(rows):
         column = [name, *(cell_text(row.get(name)) for row in rows)]
         wide = max(len(text) for text in column)
-        if lines and width + 2 + wide > max_width:
+        if lines and width + wide > max_width:
             break
         width += wide + 2
         numeric = all(isinstance(row.get(name), int | float | None) for row in rows)

@@ -164,16 +164,21 @@ def pack_best_fit(lengths: np.ndarray, row_len: int) -> list[list[int]]:
         raise ValueError(f"a sample has {lengths.max()} tokens; rows have {row_len}")
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(row_len + 1)]  # free tokens -> rows
+    rooms = 0  # bit r: some row has r free tokens
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
-        room = next((r for r in range(length, row_len) if with_room[r]), row_len)
-        if room < row_len:
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
             row = with_room[room].pop()
+            if not with_room[room]:
+                rooms ^= 1 << room
             rows[row].append(index)
         else:
-            row = len(rows)
+            room, row = row_len, len(rows)
             rows.append([index])
         with_room[room - length].append(row)
+        rooms |= 1 << (room - length)
     return rows
 
 

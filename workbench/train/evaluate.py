@@ -171,3 +171,33 @@ def walk_rounds(
                 walk.rounds += 1
                 prefix += gained
     return walks, len(records)
+
+
+def summary_rows(
+    records: Sequence[DraftRecord],
+    corpus: Corpus,
+    num_nodes: Sequence[int],
+    walked: int,
+    trie: NgramTrie | None = None,
+    prune: PruneConfig | None = None,
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """Rows for tables.
+
+    Args:
+        records: drafts of `corpus`.
+        corpus: tells which responses are greedy.
+        num_nodes, trie, prune: see `walk_rounds`.
+        walked: greedy responses that are walked.
+
+    Returns:
+        (one row a draft position: hit@1, hit@10, hit@25, kl, prefixes; one row a tree size: tau, rounds, tokens).
+    """
+    rates = hit_rates(records)
+    prefixes = rates.pop("count")
+    hits = [
+        {"position": t + 1, **{name: values[t] for name, values in rates.items()}, "prefixes": count}
+        for t, count in enumerate(prefixes)
+    ]
+    greedy = [r for r in records if not corpus.sampled[r.sample]][:walked]
+    walks, _ = walk_rounds(greedy, trie, num_nodes, prune)
+    return hits, [{"num_nodes": n, "tau": w.tau, "rounds": w.rounds, "tokens": w.tokens} for n, w in walks.items()]

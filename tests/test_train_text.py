@@ -1,0 +1,127 @@
+"""Where training text comes from, and a run from text to files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from train_setup import VOCAB, tiny_corpus, tiny_model
+
+from workbench.drafters.dart import DartDrafter, dart_taps
+from workbench.drafters.dart_files import load_dart
+from workbench.models.target import Target
+from workbench.train.data import Corpus, concatenate
+from workbench.train.evaluate import record_drafts, summary_rows
+from workbench.train.recipe import DartRecipe, dart_run, dart_teacher, training_set
+from workbench.train.schedule import TrainConfig
+from workbench.train.text import answered_corpus, find_shards, shard_corpus, split_held_out, training_text
+
+
+def write_shard(path, corpus: Corpus) -> None:
+    path.parent.mkdir(exist_ok=True)
+    np.savez(path, **{name: getattr(corpus, name) for name in corpus.__dataclass_fields__})
+
+
+def test_shards_are_found_by_argument_then_by_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_DATA", raising=False)
+    assert find_shards() == []
+    write_shard(tmp_path / "one" / "train-000.npz", tiny_corpus(3))
+    monkeypatch.setenv("WORKBENCH_DATA", str(tmp_path))
+    assert [p.name for p in find_shards()] == ["train-000.npz"]
+    assert find_shards(tmp_path / "one") == find_shards()
+    with pytest.raises(ValueError, match="holds no train-"):
+        find_shards(tmp_path)
+
+
+def test_shards_give_the_first_short_samples_of_the_right_vocabulary(tmp_path):
+    corpus = tiny_corpus(10)
+    for number, part in enumerate((np.arange(6), np.arange(6, 10))):
+        write_shard(tmp_path / f"train-{number}.npz", corpus.select(part))
+    paths, longest = find_shards(tmp_path), int(np.median(corpus.lengths))
+    short = [i for i in range(10) if corpus.lengths[i] <= longest]
+    kept = shard_corpus(paths, VOCAB, num_samples=4, max_len=longest)
+    assert [kept.sample(i).tolist() for i in range(4)] == [corpus.sample(i).tolist() for i in short[:4]]
+    assert shard_corpus(paths, VOCAB, 0, longest).num_samples == len(short)
+    with pytest.raises(ValueError, match="the target's vocabulary ends at"):
+        shard_corpus(paths, int(corpus.tokens.max()), 0, 99)
+    with pytest.raises(ValueError, match="no sample has 1 tokens"):
+        shard_corpus(paths, VOCAB, 0, 1)
+
+
+class Words:
+    """A tokenizer for prompts without a template: one id a character."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) % VOCAB for c in text][:8]
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(tiny_model(), Words(), name="tiny", stop_ids=())
+
+
+def test_the_target_answers_prompts_itself(target, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_DATA", raising=False)
+    corpus = training_text(target, "", 0, 64, ["maths"], num_prompts=3, max_new_tokens=7)
+    assert corpus.sampled.tolist() == [False] * 3 + [True] * 3
+    assert set(corpus.prompt_len.tolist()) == {8} and set(corpus.lengths.tolist()) == {15}
+    model = tiny_model()
+    tokens = torch.from_numpy(corpus.sample(1)).long()
+    assert torch.equal(model(tokens[None]).logits[0, 7:-1].argmax(-1), tokens[8:])  # greedy
+    again = answered_corpus(target, ["maths"], 3, 7)
+    assert np.array_equal(again.tokens, corpus.tokens)
+    assert not answered_corpus(target, ["maths"], 1, 4, sampled=False).sampled.any()
+
+
+def test_a_prompt_and_its_responses_stay_on_one_side():
+    pairs = [([i, i + 1], [5, 6, i]) for i in range(10)]
+    corpus = concatenate([Corpus.from_responses(pairs), Corpus.from_responses(pairs, sampled=True)])
+    train, held = split_held_out(corpus, 0.3)
+    prompts = [{tuple(c.sample(i)[:2]) for i in range(c.num_samples)} for c in (train, held)]
+    assert len(prompts[0]) == 7 and len(prompts[1]) == 3 and not prompts[0] & prompts[1]
+    assert train.num_samples == 14 and held.num_samples == 6
+    assert split_held_out(corpus, 0.001)[1].num_samples == 2
+    with pytest.raises(ValueError, match=r"held_out=1\.0"):
+        split_held_out(corpus, 1.0)
+    with pytest.raises(ValueError, match="1 prompts cannot"):
+        split_held_out(Corpus.from_responses(pairs[:1]), 0.5)
+
+
+def test_from_text_to_a_drafter(target, tmp_path):
+    teacher = dart_teacher(target.model)
+    train, held = split_held_out(tiny_corpus(12), 0.2)
+    recipe = DartRecipe(draft_vocab_size=30, draft_length=3, rows_per_step=3, row_len=32, num_blocks=6)
+    data = training_set(teacher, train, recipe.row_len, batch_rows=2)
+    run = dart_run(target.model, data, recipe, TrainConfig(steps=4, log_every=2, ema_decay=0.5))
+    sizes = run.objective.module.config
+    assert (sizes.intermediate_size, sizes.num_key_value_heads, sizes.head_dim, sizes.depth) == (24, 2, 4, 4)
+    curve = run.trainer.run()
+    run.save(tmp_path, averaged=True)
+    with run.trainer.averaged():
+        hits, walks = summary_rows(list(record_drafts(run.objective.over(teacher), held)), held, (4, 9), walked=5)
+    assert [row["position"] for row in hits] == [1, 2, 3, 4] and [row["num_nodes"] for row in walks] == [4, 9]
+    assert len(curve) == 2 and all(np.isfinite(row["kl"]) for row in hits)
+    drafter = DartDrafter(load_dart(tmp_path), target.embedding, dart_taps(7))
+    assert drafter.model.config == sizes
+
+
+def test_all_greedy_text_needs_no_sampled_rows(target):
+    teacher = dart_teacher(target.model)
+    corpus = tiny_corpus(8)
+    recipe = DartRecipe(draft_vocab_size=10, draft_length=3, rows_per_step=4, row_len=24, num_blocks=6)
+    for sampled in (False, True):
+        data = training_set(teacher, corpus.select(corpus.sampled == sampled), recipe.row_len, batch_rows=2)
+        batch = data.batches(recipe).batch(0)
+        assert batch.tokens.shape == (4, 24) and bool((batch.sampled == (batch.used & sampled)).all())
+
+
+@pytest.mark.parametrize("field, value", [("row_len", 0), ("sampled_share", 1.5), ("gamma", 0.0)])
+def test_bad_recipes_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        DartRecipe(**{field: value})
