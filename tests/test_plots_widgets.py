@@ -144,7 +144,16 @@ def test_tree_marks_the_accepted_path():
     assert traces["accepted"].marker.color != traces["not accepted"].marker.color
     assert "2 of 5" in figure.layout.title.text
     assert traces["bonus token"].x[0] == 3 and traces["bonus token"].text[0] == "&lt;4&gt;"
+    places = [(x, y) for trace in figure.data if trace.name for x, y in zip(trace.x, trace.y, strict=True)]
+    assert len(set(places)) == len(TREE.tokens) + 1, "no node hides another"
     assert "score 0.7" in traces["accepted"].hovertext[0] and "depth 1" in traces["accepted"].hovertext[0]
+
+
+@pytest.mark.parametrize("path", [(0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 3, 4)])
+def test_bonus_token_has_a_place_of_its_own(path):
+    figure = draft_tree(TREE, path=path, bonus=1)
+    places = [(x, y) for trace in figure.data if trace.name for x, y in zip(trace.x, trace.y, strict=True)]
+    assert len(set(places)) == len(TREE.tokens) + 1
 
 
 def test_labels_are_visible_and_harmless():

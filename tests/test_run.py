@@ -9,12 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from workbench import run
 from workbench.__main__ import main
-from workbench.measure.parameters import coerce, parse_cell, parse_text, read_parameters
 from workbench.measure.records import load_record, new_run_id
 from workbench.paths import repo_root
 
@@ -232,45 +230,6 @@ def test_progress_shows_whole_lines(capsys):
     assert [line.strip() for line in capsys.readouterr().err.splitlines()] == ["half a line", "bar 100%"]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("a = 1", "only `name: type = literal`"),
-        ("a: int", "only `name: type = literal`"),
-        ("a: int = 1\nb: int = a + 1", "line 2: the default of 'b' is not a literal"),
-        ("a: dict = {}", "type 'dict' is unknown"),
-        ("a: int = 'x'", "a='x' has type str"),
-        ("a: int =", "line 1"),
-    ],
-)
-def test_parameter_cells_hold_annotated_literals_only(source, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        parse_cell(source)
-
-
-def test_parameters_are_read_with_help(tmp_path):
-    found = parse_cell('a: float = 1  # the é # factor\nb: list[int] = [\n    1,\n    2,\n]\nc: str = "# no help"\n')
-    assert [(p.name, p.type, p.default, p.help) for p in found.values()] == [
-        ("a", "float", 1.0, "the é # factor"),
-        ("b", "list[int]", [1, 2], ""),
-        ("c", "str", "# no help", ""),
-    ]
-    assert read_parameters(NOTEBOOKS / "bare.ipynb") == {}
-    (tmp_path / "no.ipynb").write_text("{}")
-    with pytest.raises(ValueError, match="not a notebook"):
-        read_parameters(tmp_path / "no.ipynb")
-
-
-def test_text_and_values():
-    assert parse_text("x", "list[float]", "[1, 2e-3]") == [1.0, 2e-3]
-    assert parse_text("x", "list", "a,2,true") == ["a", 2, True]
-    assert parse_text("x", "list[str]", "") == []
-    assert parse_text("x", "bool", "True") is True
-    with pytest.raises(ValueError, match=r"x\[1\]='b' is no int"):
-        parse_text("x", "list[int]", "1,b")
-    assert coerce("x", "list", (value := [1, "a"])) == value
-
-
 def test_listing_commands(capsys):
     assert main(["notebooks", GOOD]) == run.OK
     out = capsys.readouterr().out
@@ -280,44 +239,6 @@ def test_listing_commands(capsys):
     assert re.search(r"^maths +\d+ ", capsys.readouterr().out, re.M)
     assert main(["methods"]) == run.OK
     assert re.search(r"^ar ", capsys.readouterr().out, re.M)
-
-
-def test_trie_commands(tmp_path, capsys):
-    shard = tmp_path / "a.npz"
-    np.savez(shard, tokens=np.array([9, 1, 2, 9, 1, 2, 3], np.uint16), offsets=[0, 3, 7], prompt_len=[1, 1])
-    for flags, tokens in (([], 7), (["--responses"], 5)):
-        assert main(["trie", "build", str(shard), "--out", str(tmp_path / "t.trie"), *flags]) == run.OK
-        assert re.search(rf"^total_tokens +{tokens}$", capsys.readouterr().out, re.M)
-    assert main(["trie", "info", str(tmp_path / "t.trie")]) == run.OK
-    assert re.search(r"^order +3$", capsys.readouterr().out, re.M)
-    (tmp_path / "b.txt").write_text("words")
-    np.savez(tmp_path / "d.npz", tokens=[1])
-    for argv, message in (
-        (["info", str(shard)], "not an n-gram trie"),
-        (["build", str(tmp_path / "b.txt"), "--out", "x"], "name its tokenizer"),
-        (["build", str(tmp_path / "d.npz"), "--out", "x"], "lacks the arrays ['offsets']"),
-        (["build", str(tmp_path / "none.npz"), "--out", "x"], "need an existing"),
-        (["build", str(shard), "--out", "x", "--tokenizer", str(tmp_path)], "tokenizer.json does not exist"),
-    ):
-        assert main(["trie", *argv]) == run.USAGE
-        assert message in capsys.readouterr().err
-
-
-def test_trie_from_text(tmp_path, capsys):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.jsonl").write_text('"a b a"\n{"text": "b b"}\n')
-    (tmp_path / "b.txt").write_text("a b\na b")
-    (tmp_path / "c.jsonl").write_text('"fine"\n{"txt": 1}\n')
-    argv = ["trie", "build", "--out", str(tmp_path / "t.trie"), "--tokenizer", str(tmp_path), "--order", "2"]
-    assert main([*argv, str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]) == run.OK
-    out = capsys.readouterr().out
-    assert re.search(r"^total_tokens +9$", out, re.M) and re.search(r"^vocab_size +3$", out, re.M)
-    assert main([*argv, str(tmp_path / "c.jsonl")]) == run.USAGE
-    assert "c.jsonl, line 2" in capsys.readouterr().err
 
 
 def test_help_needs_no_heavy_module():

@@ -26,11 +26,11 @@ CONFIG = DartConfig(
 )
 
 
-def tiny_model(seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
+def tiny_model(hidden_size: int = HIDDEN) -> LlamaForCausalLM:
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=HIDDEN,
+        hidden_size=hidden_size,
         intermediate_size=24,
         num_hidden_layers=7,
         num_attention_heads=4,

@@ -32,7 +32,7 @@ class _Greedy:
         """The next `count` tokens behind `tokens`; recomputed when `tokens` left the known continuation."""
         text = tokens.tolist()
         if self._known[: len(text)] != text:
-            self._known = text
+            self._known = list(text)
             self._source = self._continuation(self._target, text, self._target.context_limit - len(text))
         while len(self._known) < len(text) + count:
             token = next(self._source, None)

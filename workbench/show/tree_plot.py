@@ -105,22 +105,20 @@ def draft_tree(
     """
     _check_path(tree, path)
     decoder = None if show_ids else tokenizer
-    heights = tree_heights(tree)
+    with_bonus = bonus is not None and len(path) > 0
+    heights = tree_heights(_with_leaf(tree, path[-1], bonus) if with_bonus else tree)
     accepted = np.zeros(len(tree.tokens), bool)
     accepted[list(path)] = True
     figure = go.Figure()
     for flag, colour, width in ((False, _REJECTED, 1.2), (True, _ACCEPTED, 3.5)):
         _add_edges(figure, tree, heights, np.flatnonzero(accepted == flag), colour, width)
-    groups = (
-        ("root", [0], _ROOT),
-        ("accepted", [n for n in np.flatnonzero(accepted) if n], _ACCEPTED),
-        ("not accepted", [n for n in np.flatnonzero(~accepted) if n], _REJECTED),
-    )
-    for name, nodes, colour in groups:
-        if len(nodes):
+    _add_nodes(figure, tree, heights, [0], decoder, "root", _ROOT)
+    for flag, name, colour in ((True, "accepted", _ACCEPTED), (False, "not accepted", _REJECTED)):
+        nodes = [n for n in np.flatnonzero(accepted == flag) if n]
+        if nodes:
             _add_nodes(figure, tree, heights, nodes, decoder, name, colour)
-    if bonus is not None and len(path):
-        _add_bonus(figure, tree, heights, path[-1], bonus, decoder)
+    if with_bonus:
+        _add_bonus(figure, int(tree.depths[path[-1]]), heights[[path[-1], -1]].tolist(), bonus, decoder)
     if len(path):
         title += f": {len(path) - 1} of {tree.num_nodes} drafted nodes accepted"
     return _layout(figure, title, int(tree.depths.max()), float(heights.max()))
@@ -178,24 +176,30 @@ def _add_nodes(
     )
 
 
-def _add_bonus(
-    figure: go.Figure, tree: DraftTree, heights: np.ndarray, last: int, bonus: int, decoder: Decoder | None
-) -> None:
-    """The target's own token, right of the last accepted node and clear of that node's rejected children."""
-    x, y = int(tree.depths[last]), float(heights[last])
-    place = y - 0.9 if (tree.parents == last).any() else y
+def _with_leaf(tree: DraftTree, parent: int, token: int) -> DraftTree:
+    """The tree with one more node, the best child of `parent`, so that the layout keeps a place for it."""
+    return DraftTree(
+        np.append(tree.tokens, token),
+        np.append(tree.parents, parent),
+        np.append(tree.depths, tree.depths[parent] + 1),
+        np.append(tree.scores, np.inf),
+    )
+
+
+def _add_bonus(figure: go.Figure, depth: int, places: list[float], bonus: int, decoder: Decoder | None) -> None:
+    """The target's own token, one level below the last accepted node; `places` are the heights of the two."""
     label = token_label(bonus, decoder)
     figure.add_scatter(
-        x=[x, x + 1],
-        y=[y, place],
+        x=[depth, depth + 1],
+        y=places,
         mode="lines",
         line={"color": _BONUS, "dash": "dot", "width": 2},
         hoverinfo="skip",
         showlegend=False,
     )
     figure.add_scatter(
-        x=[x + 1],
-        y=[place],
+        x=[depth + 1],
+        y=places[1:],
         mode="markers+text",
         name="bonus token",
         text=[_short(label)],

@@ -144,6 +144,8 @@ class FeatureStore:
         self._taps = torch.empty(num_tokens, width, dtype=teacher.dtype, device=teacher.device)
         self._hidden = torch.empty(num_tokens, hidden_size, dtype=teacher.dtype, device=teacher.device)
         self._log_total = torch.empty(num_tokens, device=teacher.device)
+        short = -len(rows) % batch_rows if len(rows) > batch_rows else 0
+        rows = functional.pad(rows, (0, 0, 0, short), value=-1)  # one shape, so compiled parts are compiled once
         for part in tqdm(rows.split(batch_rows), desc="target states", disable=not progress):
             batch = table.batch(part, 1, 1)
             found = teacher(batch)

@@ -1,0 +1,46 @@
+"""The trie commands of the command line."""
+
+import re
+
+import numpy as np
+
+from workbench import run
+from workbench.__main__ import main
+
+
+def test_trie_commands(tmp_path, capsys):
+    shard = tmp_path / "a.npz"
+    np.savez(shard, tokens=np.array([9, 1, 2, 9, 1, 2, 3], np.uint16), offsets=[0, 3, 7], prompt_len=[1, 1])
+    for flags, tokens in (([], 7), (["--responses"], 5)):
+        assert main(["trie", "build", str(shard), "--out", str(tmp_path / "t.trie"), *flags]) == run.OK
+        assert re.search(rf"^total_tokens +{tokens}$", capsys.readouterr().out, re.M)
+    assert main(["trie", "info", str(tmp_path / "t.trie")]) == run.OK
+    assert re.search(r"^order +3$", capsys.readouterr().out, re.M)
+    (tmp_path / "b.txt").write_text("words")
+    np.savez(tmp_path / "d.npz", tokens=[1])
+    for argv, message in (
+        (["info", str(shard)], "not an n-gram trie"),
+        (["build", str(tmp_path / "b.txt"), "--out", "x"], "name its tokenizer"),
+        (["build", str(tmp_path / "d.npz"), "--out", "x"], "lacks the arrays ['offsets']"),
+        (["build", str(tmp_path / "none.npz"), "--out", "x"], "need an existing"),
+        (["build", str(shard), "--out", "x", "--tokenizer", str(tmp_path)], "tokenizer.json does not exist"),
+    ):
+        assert main(["trie", *argv]) == run.USAGE
+        assert message in capsys.readouterr().err
+
+
+def test_trie_from_text(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('"a b a"\n{"text": "b b"}\n')
+    (tmp_path / "b.txt").write_text("a b\na b")
+    (tmp_path / "c.jsonl").write_text('"fine"\n{"txt": 1}\n')
+    argv = ["trie", "build", "--out", str(tmp_path / "t.trie"), "--tokenizer", str(tmp_path), "--order", "2"]
+    assert main([*argv, str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]) == run.OK
+    out = capsys.readouterr().out
+    assert re.search(r"^total_tokens +9$", out, re.M) and re.search(r"^vocab_size +3$", out, re.M)
+    assert main([*argv, str(tmp_path / "c.jsonl")]) == run.USAGE
+    assert "c.jsonl, line 2" in capsys.readouterr().err
