@@ -40,7 +40,7 @@ demo: embedded  ## decode with AR and DART on the embedded model and write a rep
 
 # One thread a worker: the cores go to the workers.
 test: embedded  ## all tests that need no GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test-gpu: embedded  ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu

@@ -16,25 +16,22 @@ from pathlib import Path
 OLDEST = (3, 11)
 
 
-def wanted_stamp(root: Path) -> str:
-    """What an up-to-date environment was made from; its place counts, since its scripts hold absolute paths."""
-    project = hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest()
-    return f"{root}\n{sys.version}\n{project}\n"
+def wanted_stamp(root: Path) -> list[str]:
+    """What the environment is made for: place (its scripts hold absolute paths), interpreter, project file."""
+    interpreter = f"{sys.base_prefix} {sys.version.split()[0]}"
+    return [str(root), interpreter, hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest()]
 
 
-def install(folder: Path) -> None:
-    """Makes the environment anew unless its interpreter runs, then installs the project with its dev extras."""
-    python = folder / "bin" / "python"
-    usable = python.exists() and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
-    if not usable:
+def install(folder: Path, anew: bool) -> None:
+    """Installs the project with its dev extras, into an emptied folder if `anew`."""
+    if anew:
         venv.create(folder, with_pip=True, clear=True)
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]"], check=True
-    )
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-e", ".[dev]"], check=True)
 
 
 def main() -> None:
-    """Installs under a lock if the stamp does not say that it was done."""
+    """Installs under a lock unless the stamp says that it was done."""
     if sys.version_info < OLDEST:
         raise SystemExit(
             f"Python {OLDEST[0]}.{OLDEST[1]} or newer is needed, this is {sys.version.split()[0]}; "
@@ -45,18 +42,17 @@ def main() -> None:
     wanted = wanted_stamp(root)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if stamp.is_file() and stamp.read_text() == wanted:
+        made = stamp.read_text().splitlines() if stamp.is_file() else []
+        if made == wanted:
             stamp.touch()
             return
         stamp.unlink(missing_ok=True)
         print(f"installing the project and its dependencies into {folder.name} (a few minutes, once)", flush=True)
         try:
-            install(folder)
+            install(folder, anew=made[:2] != wanted[:2])
         except subprocess.CalledProcessError as error:
-            raise SystemExit(
-                f"installation failed (exit code {error.returncode}); run the same command again"
-            ) from error
-        stamp.write_text(wanted)
+            raise SystemExit(f"installation failed (exit code {error.returncode}); run the command again") from error
+        stamp.write_text("\n".join(wanted) + "\n")
 
 
 if __name__ == "__main__":

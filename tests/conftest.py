@@ -84,6 +84,12 @@ def tiny_qwen3() -> Target:
     return _random_target(Qwen3ForCausalLM, config, "tiny_qwen3", seed=12)
 
 
+@pytest.fixture(scope="session", params=["tiny_llama", "tiny_qwen3"])
+def target(request: pytest.FixtureRequest) -> Target:
+    """Each of the tiny targets in turn."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(scope="session")
 def embedded() -> Target:
     """The embedded target in float32 on the CPU; `make test` has converted it, another caller pays for that once."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from workbench.drafters.dart_files import load_dart
 from workbench.drafters.dart_model import DartModel, rotate
+from workbench.drafters.trie_option import TRIE, resolve_trie
 from workbench.models.target import Target
 from workbench.paths import data_dir
 from workbench.search.prune import PruneConfig, prune_trees
@@ -23,7 +24,6 @@ from workbench.types import Commit, DraftRequest, DraftTree, Stopwatch, root_tre
 
 #: Candidates kept at each position before the search, as published.
 NUM_CANDIDATES = 25
-TRIE = "ngram.trie"
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -253,13 +253,10 @@ def build_dart(
     for name, needed in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if getattr(model.config, name) != needed:
             raise ValueError(f"{folder}: {name}={getattr(model.config, name)}, but the target has {needed}")
-    if trie == "default":
-        trie = folder / TRIE if (folder / TRIE).is_file() else None
-    if isinstance(trie, str | Path):
-        trie = NgramTrie.open(trie)
+    found = resolve_trie(trie, target, folder / TRIE)
     if prune is None:
         prune = PruneConfig(num_nodes=num_nodes, eos_id=target.stop_ids[0] if target.stop_ids else None)
-    return DartDrafter(model, target.embedding, dart_taps(target.num_layers), trie, prune)
+    return DartDrafter(model, target.embedding, dart_taps(target.num_layers), found, prune)
 
 
 def dart_taps(num_layers: int) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench.drafters.trie_option import TRIE, resolve_trie
 from workbench.models.target import Target
 from workbench.paths import data_dir
 from workbench.search.trie import NgramTrie
@@ -78,7 +79,7 @@ class NgramDrafter:
 def build_ngram(
     target: Target,
     path: str | Path | None = None,
-    trie: NgramTrie | None = None,
+    trie: NgramTrie | str | Path = "default",
     num_nodes: int = 16,
     branching: int = 4,
 ) -> NgramDrafter:
@@ -86,17 +87,16 @@ def build_ngram(
 
     Args:
         target: the target.
-        path: a saved trie; None takes the shipped one of the embedded target.
-        trie: a trie in memory, instead of `path`.
+        path: a saved trie; the same as naming it in `trie`.
+        trie: a trie or its file; "default" takes the shipped one of the embedded target.
         num_nodes, branching: see `NgramDrafter`.
 
     Raises:
-        ValueError: no trie is known for the target, or its ids exceed the target's vocabulary.
+        ValueError: no trie is known for the target, or it does not fit it.
     """
-    if trie is None:
-        if path is None and target.name != "embedded":
-            raise ValueError(f"path is unset and no trie is shipped for target {target.name!r}; name a file")
-        trie = NgramTrie.open(path or data_dir() / "embedded" / "dart" / "ngram.trie")
-    if trie.vocab_size > target.vocab_size:
-        raise ValueError(f"the trie counts ids below {trie.vocab_size}, the target has {target.vocab_size}")
-    return NgramDrafter(trie, num_nodes, branching)
+    if path is None and trie == "default" and target.name != "embedded":
+        raise ValueError(f"trie is unset and none is shipped for target {target.name!r}; name a file")
+    found = resolve_trie(path or trie, target, data_dir() / "embedded" / "dart" / TRIE)
+    if found is None:
+        raise ValueError(f"trie={trie!r}: this drafter is nothing without a trie; name a file")
+    return NgramDrafter(found, num_nodes, branching)
