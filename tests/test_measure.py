@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workbench.measure.methods import build_methods, parse_method
-from workbench.measure.statistics import acceptance_by_depth, is_looped, pool_rounds, round_rows
+from workbench.measure.statistics import is_looped, pool_rounds, round_rows
 from workbench.measure.sweep import grid_points, sweep
 from workbench.measure.timer import StageTimer
 from workbench.types import GenerateResult, RoundStats
@@ -118,8 +118,8 @@ def test_shared_rounds_count_their_time_once():
 
 def test_acceptance_counts_only_rounds_that_offered_the_depth():
     mixed = result([1], rounds(2, 0, depth=2) + rounds(4, depth=4))
-    assert acceptance_by_depth([mixed]) == [2 / 3, 2 / 3, 1.0, 1.0]
-    assert acceptance_by_depth([]) == []
+    assert mixed.acceptance_by_depth == [2 / 3, 2 / 3, 1.0, 1.0]
+    assert result([1]).acceptance_by_depth == []
 
 
 def test_round_rows():

@@ -14,11 +14,6 @@ from workbench.types import DraftTree
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
 
-@pytest.fixture(params=["tiny_llama", "tiny_qwen3"])
-def target(request):
-    return request.getfixturevalue(request.param)
-
-
 def random_tree(rng, num_nodes, vocab):
     parents = np.array([-1, *[rng.integers(0, i) for i in range(1, num_nodes + 1)]], np.int32)
     depths = np.zeros(num_nodes + 1, np.int32)
@@ -139,6 +134,14 @@ def test_bad_taps_and_limits_are_named(target):
         Target(target.model, context_limit=0)
     with pytest.raises(ValueError, match="context_limit="):
         Target(target.model, context_limit=10**9)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_positions_that_depend_on_the_batch_are_refused(kind, tiny_llama):
+    model = stock_model(tiny_llama)
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match=f"rope_type='{kind}'"):
+        Target(model)
 
 
 def test_sliding_window_attention_is_refused():

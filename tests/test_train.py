@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from train_setup import CONFIG, Setup
 
+from workbench.train.dart_objective import DartLoss
 from workbench.train.schedule import TrainConfig
 from workbench.train.trainer import Trainer
 
@@ -59,9 +60,16 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
 
     class Toy:
         module = nn.Linear(2, 2)
+        identity = setup.objective.identity
 
     with pytest.raises(ValueError, match="parameters of another module"):
-        Trainer(Toy(), None, TrainConfig(steps=6)).load(tmp_path / "state")
+        Trainer(Toy(), setup.batches, TrainConfig(steps=6)).load(tmp_path / "state")
+    for objective, batches, words in (
+        (Setup(loss=DartLoss(gamma=0.9)).objective, setup.batches, "another objective"),
+        (setup.objective, Setup(num_blocks=4).batches, "another batches"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Trainer(objective, batches, TrainConfig(steps=6)).load(tmp_path / "state")
     (tmp_path / "state").write_bytes(b"{}")
     for name in ("state", "absent"):
         with pytest.raises(ValueError, match="no readable checkpoint"):
@@ -103,11 +111,14 @@ def test_bad_settings_are_refused(fields, words):
 def test_a_loss_that_explodes_stops_the_run():
     class Exploding:
         module = nn.Linear(1, 1)
+        identity = "exploding"
 
         def loss(self, batch):
             return self.module.weight.sum() * float("inf"), {}
 
     class Nothing:
+        identity = "nothing"
+
         def batch(self, step):
             return None
 

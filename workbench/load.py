@@ -60,7 +60,7 @@ def load_method(name: str, target: Target, path: str | Path | None = None, **opt
     Args:
         name: key of `workbench.drafters.table.DRAFTERS`.
         target: the target it drafts for.
-        path: folder or hub id of its weights; default: those shipped for the embedded target.
+        path: folder (or trie file) of its weights; default: those shipped for the embedded target.
         options: settings of the method.
 
     Raises:

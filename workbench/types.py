@@ -173,6 +173,7 @@ class RoundStats:
         num_emitted: tokens added to the output (num_accepted + 1, less what a stop cut off).
         stage_s: seconds of every stage of this round, shared by the requests of the round.
         num_requests: requests in the round.
+        max_depth: depth of the deepest verified node.
         tree, path: the verified tree and its accepted nodes (root first); only with tracing on.
     """
 
@@ -197,7 +198,8 @@ class GenerateResult:
         finish_reason: "stop" (stop id or string), "length" (max_new_tokens) or "context" (context limit).
         prompt_len: prompt tokens.
         rounds: one record a round; the first token comes from prefill and belongs to no round.
-        prefill_s, total_s: seconds of its prefill, and from its entry into a slot to its end.
+        prefill_s: its share of the seconds of the prefill it entered with.
+        total_s: seconds from its entry into a slot to its end.
     """
 
     token_ids: list[int]
@@ -217,10 +219,14 @@ class GenerateResult:
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """Entry d-1: share of the rounds that drafted depth d in which a node of depth d was accepted."""
-        deepest = max((r.max_depth for r in self.rounds), default=0)
-        rates = []
-        for depth in range(1, deepest + 1):
-            offered = [r for r in self.rounds if r.max_depth >= depth]
-            rates.append(sum(r.num_accepted >= depth for r in offered) / len(offered))
-        return rates
+        """See `acceptance_by_depth`, over the rounds of this request."""
+        return acceptance_by_depth(self.rounds)
+
+
+def acceptance_by_depth(rounds: Sequence[RoundStats]) -> list[float]:
+    """Entry d-1: share of the rounds that verified a node of depth d in which one of that depth was accepted."""
+    rates = []
+    for depth in range(1, max((r.max_depth for r in rounds), default=0) + 1):
+        offered = [r.num_accepted >= depth for r in rounds if r.max_depth >= depth]
+        rates.append(sum(offered) / len(offered))
+    return rates

@@ -15,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from workbench.budget.fixed import allocate_fixed
-from workbench.decode.accept import Accepted, walk
+from workbench.decode.accept import Accepted, accept_sampling, walk
 from workbench.decode.live import LiveRequest, Request
 from workbench.decode.rows import pack_chunks, pack_trees
 from workbench.decode.sampling import SamplingConfig, choose
@@ -159,7 +159,7 @@ class Engine:
         seconds = self._timer.take()["prefill"]
         events: list[Event] = []
         for live in entered:
-            live.prefill_s = seconds
+            live.prefill_s = seconds / len(entered)
             events += self._emit(live, live.extend([int(live.tokens[live.prompt_len])]), None)
         return events
 
@@ -212,10 +212,9 @@ class Engine:
         for x, tree, first in zip(live, trees, rows.starts, strict=False):
             own = slice(first, first + len(tree.tokens))
             if x.request.sampling.greedy:
-                choices = argmax[own]
+                accepted.append(walk(tree, argmax[own]))
             else:
-                choices = choose(logits[own], x.committed + tree.depths + 1, x.request.sampling)
-            accepted.append(walk(tree, choices))
+                accepted.append(accept_sampling(tree, logits[own], x.committed, x.request.sampling))
         return accepted
 
     def _commit(
@@ -304,7 +303,8 @@ def generate(
         target: the model.
         drafter: from `load_method`.
         prompts: see `Prompt`.
-        sampling: one configuration for all, or one a prompt; default greedy, 128 tokens.
+        sampling: one configuration for all, or one a prompt; default greedy, 128 tokens. Requests with one seed draw
+            the same random numbers at the same positions; give each its own seed where they must be independent.
         slots: requests that run side by side.
         trace: keep the draft tree of every round.
         progress: show a bar over finished prompts.

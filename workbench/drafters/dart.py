@@ -236,7 +236,7 @@ def build_dart(
         path: folder with `config.json` and `model.safetensors`; None takes the shipped one of the embedded target.
         trie: a trie or its path; "default" is `ngram.trie` in the folder of the weights, if there; None for none.
         num_nodes: nodes of a tree, the root not counted; ignored when `prune` is given.
-        prune: all settings of the search; by default DART's, with the target's first stop id as eos.
+        prune: all settings of the search; by default DART's, with the tokenizer's eos as eos.
         double_norm: see `DartModel`.
         dtype: of the draft network: "float32", "bfloat16", "float16", or "auto" for the target's dtype, but bfloat16
             on a CPU with instructions for it. A draft only proposes, so this never changes the law of the output.
@@ -255,13 +255,21 @@ def build_dart(
             raise ValueError(f"{folder}: {name}={getattr(model.config, name)}, but the target has {needed}")
     found = resolve_trie(trie, target, folder / TRIE)
     if prune is None:
-        prune = PruneConfig(num_nodes=num_nodes, eos_id=target.stop_ids[0] if target.stop_ids else None)
+        prune = PruneConfig(num_nodes=num_nodes, eos_id=_eos_id(target))
     return DartDrafter(model, target.embedding, dart_taps(target.num_layers), found, prune)
 
 
 def dart_taps(num_layers: int) -> tuple[int, int, int]:
     """Indices of the tapped hidden states: inputs of layers 2, L // 2 and L - 3."""
     return 2, num_layers // 2, num_layers - 3
+
+
+def _eos_id(target: Target) -> int | None:
+    """The tokenizer's eos, as in the reference, if it ends an output; otherwise the first id that does."""
+    eos = getattr(target.tokenizer, "eos_token_id", None)
+    if eos in target.stop_ids:
+        return eos
+    return target.stop_ids[0] if target.stop_ids else None
 
 
 def _chosen_dtype(name: str, target: Target) -> torch.dtype:

@@ -96,6 +96,8 @@ def build_ngram(
     """
     if path is None and trie == "default" and target.name != "embedded":
         raise ValueError(f"trie is unset and none is shipped for target {target.name!r}; name a file")
+    if path is not None and trie != "default":
+        raise ValueError(f"path={str(path)!r} and trie={trie!r} name two tries; give one of them")
     found = resolve_trie(path or trie, target, data_dir() / "embedded" / "dart" / TRIE)
     if found is None:
         raise ValueError(f"trie={trie!r}: this drafter is nothing without a trie; name a file")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.types import STAGES, GenerateResult
+from workbench.types import STAGES, GenerateResult, acceptance_by_depth
 
 #: Longest period that counts as a loop, and the shortest run of repeated ids.
 LOOP_MAX_PERIOD = 100
@@ -36,7 +36,7 @@ def pool_rounds(results: Sequence[GenerateResult]) -> dict[str, Any]:
         tau: mean of accepted + 1; NaN without rounds.
         rounds: how many there were (a round counts once for every request in it).
         drafted_per_round, verified_per_round: mean nodes drafted (root not counted) and rows verified (root counted).
-        acceptance_by_depth: entry d-1 is the share of the rounds that drafted depth d whose accepted path reached it.
+        acceptance_by_depth: entry d-1 see `types.acceptance_by_depth`.
         stage_ms: stage name -> milliseconds a round, in order of `types.STAGES`; a round of several requests counts
             once, its time is shared.
     """
@@ -52,19 +52,9 @@ def pool_rounds(results: Sequence[GenerateResult]) -> dict[str, Any]:
         "rounds": len(rounds),
         "drafted_per_round": sum(r.num_drafted for r in rounds) / count,
         "verified_per_round": sum(r.num_verified for r in rounds) / count,
-        "acceptance_by_depth": acceptance_by_depth(results),
+        "acceptance_by_depth": acceptance_by_depth(rounds),
         "stage_ms": {name: 1e3 * stage_s[name] / engine_rounds for name in STAGES if name in stage_s},
     }
-
-
-def acceptance_by_depth(results: Sequence[GenerateResult]) -> list[float]:
-    """Entry d-1: share of the rounds of all results that drafted depth d in which a node of depth d was accepted."""
-    rounds = [r for result in results for r in result.rounds]
-    rates = []
-    for depth in range(1, max((r.max_depth for r in rounds), default=0) + 1):
-        offered = [r.num_accepted >= depth for r in rounds if r.max_depth >= depth]
-        rates.append(sum(offered) / len(offered))
-    return rates
 
 
 def round_rows(results: Sequence[GenerateResult]) -> list[dict[str, Any]]:

@@ -165,6 +165,12 @@ def _check_supported(model: PreTrainedModel) -> None:
     window = getattr(config, "sliding_window", None)
     if window and not layer_types and getattr(config, "use_sliding_window", True):
         raise ValueError(f"sliding_window={window}: packed rows cover full attention only")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        raise ValueError(
+            f"rope_type={rope['rope_type']!r}: its frequencies depend on the longest request of a forward, so outputs "
+            "would depend on the batch; allowed are types whose frequencies are fixed"
+        )
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, field, None):
             raise ValueError(f"{field}={getattr(config, field)}: not covered by packed rows, must be unset")

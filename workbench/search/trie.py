@@ -189,7 +189,9 @@ class NgramTrie:
         for node in nodes[::-1]:
             low, high = _jit.children_of(arrays, node)
             if low < high:
-                counts = np.array([_jit.count_of(arrays, child) for child in range(low, high)], np.float64)
+                counts = self._arrays[1][low:high].astype(np.float64)
+                for child in np.flatnonzero(counts == _jit.COUNT_OVERFLOW):
+                    counts[child] = _jit.count_of(arrays, low + child)
                 best = np.argsort(-counts, kind="stable")[:limit]
                 return self._arrays[0][low + best].astype(np.int64), counts[best] / _jit.count_of(arrays, node)
         return np.empty(0, np.int64), np.empty(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -139,6 +140,13 @@ class DartObjective:
         other = copy.copy(self)
         other._features = features
         return other
+
+    @property
+    def identity(self) -> str:
+        """Settings of the loss, and a digest of draft ids and tap scales."""
+        digest = hashlib.sha256(self.module.draft_ids.cpu().numpy().tobytes())
+        digest.update(self._tap_scale.float().cpu().numpy().tobytes())
+        return f"{self.settings} double_norm={self.module.double_norm} ids and scales {digest.hexdigest()[:16]}"
 
     @property
     def device(self) -> torch.device:

@@ -217,6 +217,11 @@ class RowOrder:
         self._groups, self._shares, self._seed = groups, shares, seed
         self._shuffled: dict[tuple[int, int], np.ndarray] = {}
 
+    @property
+    def identity(self) -> str:
+        """Text that differs when the order does."""
+        return f"groups {[len(g) for g in self._groups]} shares {list(self._shares)} seed {self._seed}"
+
     def rows(self, step: int) -> np.ndarray:
         """[sum of shares] int64, row numbers of a step."""
         picks = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,6 +137,12 @@ class BlockBatches:
         self._table, self._order = table, order
         self._rows = torch.from_numpy(rows).to(table.device)
         self._num_blocks, self._depth, self._seed = num_blocks, depth, seed
+
+    @property
+    def identity(self) -> str:
+        """Text that differs when the batches do: rows, order, blocks and seed."""
+        digest = hashlib.sha256(self._rows.cpu().numpy().tobytes()).hexdigest()[:16]
+        return f"rows {digest} {self._order.identity} blocks {self._num_blocks}x{self._depth} seed {self._seed}"
 
     def batch(self, step: int) -> PackedBatch:
         """The batch of a step."""

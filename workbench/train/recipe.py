@@ -72,6 +72,7 @@ class DartRecipe:
         """The network for a target."""
         config = target.config
         heads = self.num_heads or config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
         return DartConfig(
             vocab_size=target.get_output_embeddings().weight.shape[0],
             hidden_size=config.hidden_size,
@@ -82,6 +83,8 @@ class DartRecipe:
             draft_vocab_size=self.draft_vocab_size,
             draft_length=self.draft_length,
             max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
         )
 
 

@@ -23,9 +23,12 @@ class Objective(Protocol):
 
     Attributes:
         module: its parameters that require gradients are trained, in fp32.
+        identity: text that differs when anything differs that the parameters do not show (settings, draft ids, ...);
+            a checkpoint is resumed only under the same one.
     """
 
     module: nn.Module
+    identity: str
 
     def loss(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(scalar loss, metrics by name: detached tensors of any shape, averaged between records)."""
@@ -33,7 +36,13 @@ class Objective(Protocol):
 
 
 class Batches(Protocol):
-    """Batches as a function of the step, so that a resumed run sees the same ones."""
+    """Batches as a function of the step, so that a resumed run sees the same ones.
+
+    Attributes:
+        identity: text that differs when the batches do.
+    """
+
+    identity: str
 
     def batch(self, step: int) -> Any:
         """The batch of step `step` (from 0)."""
@@ -183,6 +192,8 @@ class Trainer:
             tensors["random.cuda"] = torch.cuda.get_rng_state(self._device)
         state = {
             "config": asdict(self.config) | {"betas": list(self.config.betas)},
+            "objective": self.objective.identity,
+            "batches": self.batches.identity,
             "step": self.step,
             "elapsed_s": self.elapsed_s,
             "summed": self._summed,
@@ -194,13 +205,18 @@ class Trainer:
         """Continues the run of a checkpoint.
 
         Raises:
-            ValueError: it is unreadable, of another module, or of another configuration.
+            ValueError: it is unreadable, or of another configuration, objective, data or module.
         """
         tensors, state = read_checkpoint(path)
         mine = asdict(self.config) | {"betas": list(self.config.betas)}
         changed = [name for name in mine if state.get("config", {}).get(name) != mine[name]]
         if changed:
             raise ValueError(f"{path} was trained with another {', '.join(changed)}; resume with the same settings")
+        for name, identity in (("objective", self.objective.identity), ("batches", self.batches.identity)):
+            if state.get(name) != identity:
+                raise ValueError(
+                    f"{path} was trained with another {name}: {state.get(name)!r:.200}, this run has {identity!r:.200}"
+                )
         shapes = {n[len("parameter.") :]: t.shape for n, t in tensors.items() if n.startswith("parameter.")}
         if shapes != {n: p.shape for n, p in self._parameters.items()}:
             raise ValueError(f"{path} holds the parameters of another module")
