@@ -175,4 +175,4 @@ def _load_model(source: str, dtype: torch.dtype, place: torch.device) -> PreTrai
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{source}: {len(missing)} weights are missing, the first is {missing[0]}")
-    return model.to(place)
+    return model if direct else model.to(place)
