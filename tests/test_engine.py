@@ -6,6 +6,7 @@ import pytest
 from drafter_zoo import make_drafter, random_prompts
 
 from workbench.decode.engine import Engine, FinishEvent, Request, SamplingConfig, TokenEvent, generate
+from workbench.decode.stopping import StopRules
 from workbench.drafters.ar import ArDrafter
 from workbench.drafters.oracle import ForesightDrafter, ScriptedDrafter
 from workbench.models.reference import greedy_continuation
@@ -73,7 +74,9 @@ def test_prompt_over_the_limit_is_refused(target):
         engine.submit(Request(tuple(range(9))))
 
 
-@pytest.mark.parametrize(("prompt", "named"), [((), "empty"), ((-1,), "-1"), ((10**6,), "1000000")])
+@pytest.mark.parametrize(
+    ("prompt", "named"), [((), "empty"), ((-1,), "-1"), ((10**6,), "1000000"), ((1.7, 2.2), "whole numbers")]
+)
 def test_bad_prompts_are_named(target, prompt, named):
     with pytest.raises(ValueError, match=named):
         Engine(target, ArDrafter(), max_len=8).submit(Request(prompt))
@@ -87,8 +90,11 @@ def test_bad_engine_arguments_are_named(target):
         Engine(target, ScriptedDrafter([range(64)]), max_len=8)
     with pytest.raises(ValueError, match="2 entries for 1 prompts"):
         generate(target, ArDrafter(), [[1]], [SamplingConfig(), SamplingConfig()])
-    with pytest.raises(ValueError, match="must be text, token ids"):
-        generate(target, ArDrafter(), [[]])
+    for prompts in ([[]], [1, 2, 3], [None], [[1.5]]):
+        with pytest.raises(ValueError, match="must be text, token ids"):
+            generate(target, ArDrafter(), prompts)
+    with pytest.raises(ValueError, match="prompts is one text"):
+        generate(target, ArDrafter(), "why?")
 
 
 def test_drafter_with_a_wrong_root_is_caught(target):
@@ -204,3 +210,47 @@ def test_accepted_paths_are_moved_together(target, tmp_path):
     assert any(path != tuple(range(len(path))) for path in paths)
     for result, prompt in zip(results, prompts, strict=True):
         assert result.token_ids == list(greedy_continuation(target, prompt, 40))
+
+
+def test_an_interrupted_engine_refuses_to_go_on(target, monkeypatch):
+    """Half a prefill is in the cache: going on would silently decode another text."""
+    engine = Engine(target, ArDrafter(), max_len=60, prefill_chunk=4)
+    engine.submit(Request(tuple(range(20)), SamplingConfig(max_new_tokens=4)))
+    forward, calls = target.forward, itertools.count()
+
+    def interrupted(*args, **kwargs):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream())
+    with pytest.raises(RuntimeError, match="make a new engine"):
+        list(engine.stream())
+
+
+def test_drafted_ids_outside_the_vocabulary_are_caught(target):
+    drafter = ScriptedDrafter([[target.vocab_size]])
+    with pytest.raises(ValueError, match="draft holds ids outside"):
+        generate(target, drafter, [[1, 2]], SamplingConfig(max_new_tokens=4, stop_ids=()))
+
+
+def test_streamed_text_is_final_text_with_split_characters():
+    """A character of several tokens is unfinished for a while; it must not use up what a stop string holds back."""
+    pieces = [b"x", b"y", b" ", b"\xf0\x9f", b"\x98\x80", b" ", b"z", b"\xe6\x97", b"\xa5", b"!"]
+
+    def decode(ids):
+        return b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+    for stop in ("y \U0001f600", "\u65e5!", "zz"):
+        rules = StopRules(frozenset(), (stop,), len(pieces), "length", decode)
+        sent, kept = "", []
+        for n in range(1, len(pieces) + 1):
+            found = rules.find(list(range(n)), n - 1)
+            kept = list(range(n if found is None else found[0]))
+            text = rules.cut_text(decode(kept)) if found else rules.safe_text(decode(kept))
+            sent += text[len(sent) :]
+            if found:
+                break
+        assert sent == rules.cut_text(decode(kept))

@@ -37,6 +37,14 @@ def test_filtered_tokens_are_never_drawn():
     assert set(ids.tolist()) == {0, 1, 3}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_broken_logits_are_an_error(bad, temperature):
+    logits = torch.tensor([[0.0, 1.0], [bad, 0.0]])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        choose(logits, np.arange(2), SamplingConfig(temperature=temperature))
+
+
 def test_draws_depend_on_seed_and_position_only():
     np.testing.assert_array_equal(uniforms(7, [3, 1, 2]), uniforms(7, [1, 2, 3])[[2, 0, 1]])
     assert len(np.unique(np.concatenate([uniforms(s, range(50)) for s in range(5)]))) == 250
@@ -59,6 +67,13 @@ def test_greedy_takes_the_lowest_id_on_ties():
         ({"seed": -1}, "seed=-1"),
         ({"stop_strings": ("",)}, "stop_strings"),
         ({"stop_strings": "stop"}, "stop_strings"),
+        ({"stop_strings": None}, "stop_strings"),
+        ({"stop_ids": 5}, "stop_ids=5"),
+        ({"stop_ids": ("2",)}, "stop_ids"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"seed": 1.5}, "seed=1.5"),
+        ({"temperature": "1"}, "temperature='1'"),
     ],
 )
 def test_bad_values_are_named(kwargs, named):

@@ -4,12 +4,21 @@ import numpy as np
 import pytest
 import torch
 from drafter_zoo import stock_model
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GraniteConfig, MistralConfig
 
 from workbench.decode.rows import pack_chunks, pack_trees
 from workbench.models.target import Target
 from workbench.types import DraftTree
 
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
 #: fp32; different shapes add in different order
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 
@@ -142,6 +151,19 @@ def test_positions_that_depend_on_the_batch_are_refused(kind, tiny_llama):
     model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ValueError, match=f"rope_type='{kind}'"):
         Target(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (CohereConfig(**SMALL, logit_scale=0.0625), "other logits"),
+        (GraniteConfig(**SMALL, logits_scaling=8.0), "other logits"),
+        (GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=64), "GPT2"),
+    ],
+)
+def test_models_that_packed_rows_would_get_wrong_are_refused(config, named):
+    with pytest.raises(ValueError, match=named):
+        Target(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_sliding_window_attention_is_refused():

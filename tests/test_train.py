@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from train_setup import CONFIG, Setup
 
+from workbench.train.checkpoint import read_checkpoint, write_checkpoint
 from workbench.train.dart_objective import DartLoss
 from workbench.train.schedule import TrainConfig
 from workbench.train.trainer import Trainer
@@ -70,6 +71,14 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             Trainer(objective, batches, TrainConfig(steps=6)).load(tmp_path / "state")
+    tensors, state = read_checkpoint(tmp_path / "state")
+    held = [p.clone() for p in setup.objective.module.parameters()]
+    for drop_tensor, drop_state in (("random.cpu", ""), ("", "step")):
+        fewer = {n: t for n, t in tensors.items() if n != drop_tensor}
+        write_checkpoint(tmp_path / "cut", fewer, {n: v for n, v in state.items() if n != drop_state})
+        with pytest.raises(ValueError, match=f"damaged: {drop_tensor or drop_state}"):
+            trainer.load(tmp_path / "cut")
+    assert all(torch.equal(a, b) for a, b in zip(held, setup.objective.module.parameters(), strict=True))
     (tmp_path / "state").write_bytes(b"{}")
     for name in ("state", "absent"):
         with pytest.raises(ValueError, match="no readable checkpoint"):

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -175,4 +176,10 @@ def _load_model(source: str, dtype: torch.dtype, place: torch.device) -> PreTrai
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{source}: {len(missing)} weights are missing, the first is {missing[0]}")
+    cut = sorted(key for key in report["unexpected_keys"] if re.search(r"\.layers\.\d+\.", key))
+    if cut:
+        raise ValueError(
+            f"{source}: {len(cut)} weights have no place in the model, the first is {cut[0]}; does num_hidden_layers="
+            f"{model.config.num_hidden_layers} in config.json fit the file?"
+        )
     return model if direct else model.to(place)

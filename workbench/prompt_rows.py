@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def _rows_of_lines(path: Path) -> Iterator[tuple[str, object]]:
                     raise ValueError(f"{place}: more than {MAX_ROWS} lines")
                 if line.strip():
                     yield place, _decoded(line, place)
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: broken gzip data ({error})") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -116,20 +117,17 @@ def find_prompt_file(name: str, folder: str | Path | None = None) -> Path | None
     Raises:
         ValueError: `folder` is no folder.
     """
-    direct = Path(name).expanduser()
-    if name.endswith(SUFFIXES) and direct.is_file():
+    direct = Path(os.path.expanduser(name))
+    if folder is None and name.endswith(SUFFIXES) and direct.is_file():
         return direct
-    wanted = Path(name.lower())
-    if name.startswith((".", "~")) or ".." in wanted.parts:
-        return None
-    accepted = {wanted.name} | {wanted.name + suffix for suffix in SUFFIXES}
+    wanted = name.lower()
+    accepted = {wanted} | {wanted + suffix for suffix in SUFFIXES}
     for root in _folders(folder):
-        parent = root / wanted.parent
-        for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-            file = path.name.lower()
+        for path in sorted(root.rglob("*")):
+            file = path.relative_to(root).as_posix().lower()
             if file in accepted and file.endswith(SUFFIXES) and path.is_file():
                 return path
-    return _humaneval_file() if folder is None and str(wanted) == HUMANEVAL else None
+    return _humaneval_file() if folder is None and wanted == HUMANEVAL else None
 
 
 def read_prompt_file(path: Path) -> list[Prompt]:

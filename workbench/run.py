@@ -7,6 +7,7 @@ finish; what it had produced until then is kept. Knows nothing about what notebo
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -148,6 +149,10 @@ def plan_run(
     if run_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
         raise ValueError(f"run_id={run_id!r}; allowed: letters, digits, '.', '_', '-', the first a letter or digit")
     params = {name: p.default for name, p in declared.items() if name != RUN_DIR} | overrides
+    try:
+        json.dumps(params, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a parameter is no plain JSON value, so the run could not be recorded: {error}") from error
     base = Path(out).expanduser().resolve() if out else reports_dir() / "runs"
     return RunPlan(path, params, overrides, base / path.stem, run_id or new_run_id(), RUN_DIR in declared)
 

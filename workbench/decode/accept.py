@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workbench.decode.sampling import SamplingConfig, choose
+from workbench.decode.sampling import SamplingConfig, argmax_tokens, choose
 from workbench.types import DraftTree
 
 
@@ -54,7 +54,7 @@ def walk(tree: DraftTree, choices: np.ndarray) -> Accepted:
 
 def accept_greedy(tree: DraftTree, logits: torch.Tensor) -> Accepted:
     """Accepts while the drafted token is the target's argmax; `logits` [N+1, V], row i after node i."""
-    return walk(tree, logits.argmax(-1).cpu().numpy())
+    return walk(tree, argmax_tokens(logits))
 
 
 def accept_sampling(tree: DraftTree, logits: torch.Tensor, root_position: int, config: SamplingConfig) -> Accepted:

@@ -18,7 +18,7 @@ from workbench.budget.fixed import allocate_fixed
 from workbench.decode.accept import Accepted, accept_sampling, walk
 from workbench.decode.live import LiveRequest, Request
 from workbench.decode.rows import pack_chunks, pack_trees
-from workbench.decode.sampling import SamplingConfig, choose
+from workbench.decode.sampling import SamplingConfig, argmax_tokens, choose
 from workbench.decode.stopping import stop_rules
 from workbench.measure.timer import StageTimer
 from workbench.models.packed import PackedRows
@@ -98,6 +98,7 @@ class Engine:
         self._live: dict[int, LiveRequest] = {}
         self._free = list(range(slots))[::-1]
         self._submitted = 0
+        self._interrupted = False
 
     def submit(self, request: Request) -> int:
         """Queues a request and returns its index.
@@ -128,10 +129,17 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[Event]:
-        """Lets waiting requests in and prefills them; otherwise runs one round over all live requests."""
-        if self._waiting and self._free:
-            return self._admit()
-        return self._round()
+        """Lets waiting requests in and prefills them; otherwise runs one round over all live requests.
+
+        Raises:
+            RuntimeError: an earlier step did not come to its end, so caches and drafter may disagree.
+        """
+        if self._interrupted:
+            raise RuntimeError("an earlier step was interrupted or failed; make a new engine and submit again")
+        self._interrupted = True
+        events = self._admit() if self._waiting and self._free else self._round()
+        self._interrupted = False
+        return events
 
     def _admit(self) -> list[Event]:
         entered: list[LiveRequest] = []
@@ -186,7 +194,7 @@ class Engine:
         requests = [x.draft_request(self.drafter.max_nodes) for x in live]
         proposed = self._session.propose(requests, timer)
         with timer.stage("allocate"):
-            trees = allocate_fixed(proposed, requests)
+            trees = allocate_fixed(proposed, requests, self.target.vocab_size)
         with timer.stage("pack"):
             rows = pack_trees(trees, [x.slot for x in live], [x.committed for x in live], self.target.device)
         with timer.stage("verify"):
@@ -207,7 +215,7 @@ class Engine:
         self, live: list[LiveRequest], trees: list[DraftTree], rows: PackedRows, logits: torch.Tensor
     ) -> list[Accepted]:
         """One walk a request over the target's tokens; all greedy rows share one argmax."""
-        argmax = logits.argmax(-1).cpu().numpy() if any(x.request.sampling.greedy for x in live) else None
+        argmax = argmax_tokens(logits) if any(x.request.sampling.greedy for x in live) else None
         accepted = []
         for x, tree, first in zip(live, trees, rows.starts, strict=False):
             own = slice(first, first + len(tree.tokens))
@@ -280,10 +288,12 @@ def prompt_ids(target: Target, prompt: Prompt) -> tuple[int, ...]:
     """
     if isinstance(prompt, str):
         return tuple(target.encode_chat([{"role": "user", "content": prompt}]))
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise ValueError(f"prompt {prompt!r:.80} must be text, token ids or a list of role/content messages")
     items = list(prompt)
     if items and all(isinstance(m, dict) for m in items):
         return tuple(target.encode_chat(items))
-    if not items or any(isinstance(t, bool | str | dict) or int(t) != t for t in items):
+    if not items or any(isinstance(t, bool) or not isinstance(t, int | np.integer) for t in items):
         raise ValueError(f"prompt {prompt!r:.80} must be text, token ids or a list of role/content messages")
     return tuple(int(t) for t in items)
 
@@ -312,6 +322,8 @@ def generate(
     Returns:
         One result a prompt, in order.
     """
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text; give a list of prompts")
     config = SamplingConfig() if sampling is None else sampling
     configs = [config] * len(prompts) if isinstance(config, SamplingConfig) else list(config)
     if len(configs) != len(prompts):

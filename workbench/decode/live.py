@@ -24,6 +24,12 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.prompt_ids)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError(f"prompt_ids={self.prompt_ids!r:.80} must be one row of whole numbers")
+        object.__setattr__(self, "prompt_ids", tuple(ids.tolist()))
+
 
 @dataclass
 class LiveRequest:

@@ -39,6 +39,21 @@ class SamplingConfig:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in ("max_new_tokens", "top_k", "seed"):
+            if not _is_whole(getattr(self, field)):
+                raise ValueError(f"{field}={getattr(self, field)!r} must be a whole number")
+        for field in ("temperature", "top_p"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{field}={value!r} must be a number")
+        for field, each in (("stop_ids", _is_whole), ("stop_strings", lambda s: isinstance(s, str) and s != "")):
+            value = getattr(self, field)
+            if value is None and field == "stop_ids":
+                continue
+            if not isinstance(value, tuple | list | set | frozenset) or not all(each(v) for v in value):
+                kind = "token ids" if field == "stop_ids" else "non-empty strings"
+                raise ValueError(f"{field}={value!r} must be a tuple of {kind}")
+            object.__setattr__(self, field, tuple(value))
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not 0.0 <= self.temperature < float("inf"):
@@ -49,13 +64,31 @@ class SamplingConfig:
             raise ValueError(f"top_p={self.top_p} outside (0, 1]")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} outside 0..2**63-1")
-        if isinstance(self.stop_strings, str) or any(not s for s in self.stop_strings):
-            raise ValueError(f"stop_strings={self.stop_strings!r} must be a tuple of non-empty strings")
 
     @property
     def greedy(self) -> bool:
         """True when the largest logit wins."""
         return self.temperature < GREEDY_TEMPERATURE
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def argmax_tokens(logits: torch.Tensor) -> np.ndarray:
+    """[n] int64, id of the largest logit of each row of [n, V], the lowest id on ties.
+
+    Raises:
+        FloatingPointError: a row without a finite largest logit.
+    """
+    best = logits.max(dim=-1)
+    _require_finite(best.values)
+    return best.indices.cpu().numpy()
+
+
+def _require_finite(values: torch.Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise FloatingPointError("the target's logits are not finite (NaN or infinity)")
 
 
 def target_probs(logits: torch.Tensor, config: SamplingConfig) -> torch.Tensor:
@@ -92,11 +125,15 @@ def choose(logits: torch.Tensor, positions: np.ndarray, config: SamplingConfig) 
         positions: [n] position of the token to be chosen (that of the row plus one).
 
     Sampling inverts the cumulative distribution at the uniform of the position, in float64.
+
+    Raises:
+        FloatingPointError: logits that are not finite.
     """
     if config.greedy:
-        return logits.argmax(-1).cpu().numpy()
+        return argmax_tokens(logits)
     probs = target_probs(logits, config)
     draws = torch.from_numpy(uniforms(config.seed, positions)).to(logits.device)
     cumulative = probs.cumsum(-1)
+    _require_finite(cumulative[:, -1])
     ids = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
     return ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy()

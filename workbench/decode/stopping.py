@@ -51,9 +51,9 @@ class StopRules:
 
     def safe_text(self, text: str) -> str:
         """The part of a growing text that no later stop string or unfinished character can change."""
+        text = text.rstrip("\ufffd")
         hold = max((len(s) for s in self.stop_strings), default=1) - 1
-        text = text[: len(text) - hold] if hold else text
-        return text.rstrip("\ufffd")
+        return text[: max(0, len(text) - hold)]
 
 
 def stop_rules(

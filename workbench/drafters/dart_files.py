@@ -49,7 +49,7 @@ def load_dart(
     try:
         with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            head_rows = shapes.get("lm_head.weight", (None,))[0]
+            head_rows = (shapes.get("lm_head.weight") or (None,))[0]
             config = DartConfig.from_dict(fields, head_rows)
             with torch.device("meta"):
                 model = DartModel(config, double_norm)
@@ -59,6 +59,9 @@ def load_dart(
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS} is no readable safetensors file: {error}") from error
     _check_kinds(folder / WEIGHTS, tensors)
+    broken = [n for n, t in tensors.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+    if broken:
+        raise ValueError(f"{folder / WEIGHTS}: NaN or infinity in {', '.join(broken)}")
     model.load_state_dict(
         {n: t.to(device, dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}, assign=True
     )

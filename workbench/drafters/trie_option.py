@@ -24,6 +24,8 @@ def resolve_trie(trie: NgramTrie | str | Path | None, target: Target, default: P
     """
     if trie == "default":
         trie = default if default.is_file() else None
+    if isinstance(trie, str | Path) and not Path(trie).is_file():
+        raise ValueError(f"trie={str(trie)!r} is no file")
     if isinstance(trie, str | Path):
         trie = NgramTrie.open(trie, verify=Path(trie) == default)  # the shipped file is small enough to read once
     if trie is None:

@@ -112,6 +112,20 @@ def coerce(name: str, kind: str, value: Any) -> Any:
     return value
 
 
+def _parse_bracketed(name: str, kind: str, text: str) -> list:
+    """A list in YAML's flow style; the annotation decides what an item means, not its look."""
+    inner = kind[5:-1]
+    try:
+        items = yaml.load(text, Loader=yaml.BaseLoader if inner else yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}={text!r} is no {kind}; allowed: [a, b] or a,b") from error
+    if not inner:
+        return coerce(name, kind, items)
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{name}={text!r} is no {kind}; allowed: [a, b] or a,b")
+    return [parse_text(f"{name}[{i}]", inner, item) for i, item in enumerate(items)]
+
+
 def parse_text(name: str, kind: str, text: str) -> Any:
     """The value that command-line text means for annotation `kind`; a list is `a,b` or `[a, b]`.
 
@@ -122,10 +136,9 @@ def parse_text(name: str, kind: str, text: str) -> Any:
         return text
     if kind.startswith("list"):
         inner = kind[5:-1]
-        body = text.strip()
-        if body.startswith("[") and body.endswith("]"):
-            body = body[1:-1]
-        items = [item.strip().strip("'\"") for item in body.split(",") if item.strip()]
+        if text.strip().startswith("["):
+            return _parse_bracketed(name, kind, text)
+        items = [item.strip().strip("'\"") for item in text.split(",") if item.strip()]
         return [parse_text(f"{name}[{i}]", inner or "any", item) for i, item in enumerate(items)]
     if kind == "any":
         return yaml.safe_load(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,3 +67,19 @@ class PackedRows:
         mask = np.zeros((rows, context + rows), np.float32)
         mask[:, context:][~allowed] = -np.inf
         return torch.from_numpy(mask).to(self.tokens.device, dtype)
+
+
+def causal_rows(tokens: Sequence[int], slot: int, start: int, device: torch.device) -> PackedRows:
+    """Rows of one request that continue `start` committed ones causally."""
+    count = len(tokens)
+    places = torch.arange(start, start + count, device=device)
+    return PackedRows(
+        tokens=torch.tensor(list(tokens), device=device),
+        positions=places,
+        slot_of_row=torch.full((count,), slot, device=device),
+        kv_row=places,
+        ancestors=None,
+        slots=(slot,),
+        starts=(0, count),
+        context_len=(start,),
+    )

@@ -9,24 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from workbench.models.packed import PackedRows
+from workbench.models.packed import causal_rows
 from workbench.models.target import Target
-
-
-def causal_rows(tokens: Sequence[int], slot: int, start: int, device: torch.device) -> PackedRows:
-    """Rows of one request that continue `start` committed ones causally."""
-    count = len(tokens)
-    places = torch.arange(start, start + count, device=device)
-    return PackedRows(
-        tokens=torch.tensor(list(tokens), device=device),
-        positions=places,
-        slot_of_row=torch.full((count,), slot, device=device),
-        kv_row=places,
-        ancestors=None,
-        slots=(slot,),
-        starts=(0, count),
-        context_len=(start,),
-    )
 
 
 def greedy_continuation(target: Target, tokens: Sequence[int], num_tokens: int) -> Iterator[int]:

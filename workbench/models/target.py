@@ -11,7 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from workbench.models.attention import ATTENTION_NAME, PackedCall, attention_kernel, register
 from workbench.models.cache import SlotCache
-from workbench.models.packed import PackedRows
+from workbench.models.packed import PackedRows, causal_rows
+
+#: Relative difference of logits that rounding can explain: in float32 (True) and in shorter dtypes (False).
+_PROBE_TOLERANCE = {True: 1e-3, False: 0.1}
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Target:
         stop_ids: ids that end an output; default: eos ids of the generation config, then of the tokenizer.
 
     Raises:
-        ValueError: an attention form that packed rows do not cover, or a limit outside 1..max_position_embeddings.
+        ValueError: a model that packed rows do not cover (checked by running six tokens both ways), or a limit outside
+            1..max_position_embeddings.
     """
 
     def __init__(
@@ -55,7 +59,6 @@ class Target:
     ) -> None:
         _check_supported(model)
         register()
-        model.set_attn_implementation(ATTENTION_NAME)
         self.model = model.eval()
         self._attend = attention_kernel()
         self.tokenizer = tokenizer
@@ -63,6 +66,32 @@ class Target:
         self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
         self.context_limit = _checked_limit(context_limit, model.config.max_position_embeddings)
         self.stop_ids = tuple(stop_ids) if stop_ids is not None else _default_stop_ids(model, tokenizer)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            self._adapt()
+
+    @torch.inference_mode()
+    def _adapt(self) -> None:
+        """Switches the attention, and makes sure on six tokens that the model still says the same.
+
+        Raises:
+            ValueError: it does not, so it has something that packed rows do not know of (another head, scaled logits,
+                attention sinks, ...).
+        """
+        name = type(self.model).__name__
+        ids = torch.arange(6, device=self.device) % self.vocab_size
+        try:
+            expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+            self.model.set_attn_implementation(ATTENTION_NAME)
+            rows = causal_rows(ids.tolist(), 0, 0, self.device)
+            found = self.forward(rows, self.new_cache(1, 6)).logits.float()
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError(f"{name} cannot run over packed rows: {error}") from error
+        scale = expected.abs().max()
+        worst = (found - expected).abs().max() / scale
+        if scale > 0 and torch.isfinite(scale) and worst > _PROBE_TOLERANCE[self.dtype == torch.float32]:
+            raise ValueError(
+                f"{name} gives other logits over packed rows (relative difference {worst:.2g}): unsupported"
+            )
 
     @property
     def device(self) -> torch.device:

@@ -179,7 +179,13 @@ class Trainer:
             self._set(own)
 
     def save(self, path: str | Path) -> None:
-        """Writes everything that a later `load` needs to go on as if nothing had happened."""
+        """Writes everything that a later `load` needs to go on as if nothing had happened.
+
+        Raises:
+            FloatingPointError: the loss is no longer finite; an older checkpoint is kept.
+        """
+        if not all(bool(torch.isfinite(total).all()) for total in self._sums.values()):
+            raise FloatingPointError(f"loss or gradient is not finite before step {self.step}; nothing was saved")
         tensors = {f"parameter.{n}": p for n, p in self._parameters.items()}
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -220,6 +226,7 @@ class Trainer:
         shapes = {n[len("parameter.") :]: t.shape for n, t in tensors.items() if n.startswith("parameter.")}
         if shapes != {n: p.shape for n, p in self._parameters.items()}:
             raise ValueError(f"{path} holds the parameters of another module")
+        self._check_complete(path, tensors, state)
         self._set([tensors[f"parameter.{n}"] for n in self._parameters])
         for name, parameter in self._parameters.items():
             keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"optimizer.{k}.{name}" in tensors]
@@ -235,6 +242,18 @@ class Trainer:
             torch.cuda.set_rng_state(tensors["random.cuda"], self._device)
         self.step, self.elapsed_s = state["step"], state["elapsed_s"]
         self._summed, self.records = state["summed"], state["records"]
+
+    def _check_complete(self, path: str | Path, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+        """Nothing is applied before everything is known to be there."""
+        kinds = ["average"] * bool(self._average)
+        kinds += ["optimizer.exp_avg", "optimizer.exp_avg_sq"] * bool(state.get("step"))
+        wanted = {f"{kind}.{n}": p.shape for kind in kinds for n, p in self._parameters.items()}
+        bad = [name for name, shape in wanted.items() if name not in tensors or tensors[name].shape != shape]
+        types = (("step", int), ("elapsed_s", float), ("summed", int), ("records", list))
+        bad += [name for name, kind in types if not isinstance(state.get(name), kind)]
+        bad += ["random.cpu"] * ("random.cpu" not in tensors)
+        if bad:
+            raise ValueError(f"{path} is damaged: {', '.join(bad[:3])} missing or of another form ({len(bad)} in all)")
 
     def _backward(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.config.bfloat16):
