@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from workbench import prompt_rows
+from workbench.__main__ import main
 from workbench.paths import data_dir
 from workbench.prompt_rows import Prompt, parse_row
 from workbench.prompts import find_prompt_file, load_prompts, prompt_set_names, read_prompt_file
@@ -285,3 +286,16 @@ def test_hub_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RuntimeError, match=r"'owner/set' is no file.*'datasets', which is not installed"):
         load_prompts("owner/set")
+
+
+def test_listing_survives_an_unreadable_set(tmp_path, monkeypatch, capsys):
+    """And names keep the case of their folders out of the way."""
+    (tmp_path / "Sub").mkdir()
+    (tmp_path / "Sub" / "Data.jsonl").write_text('{"prompt": "hello"}\n')
+    (tmp_path / "broken.json").write_text("{")
+    monkeypatch.setenv("WORKBENCH_DATA", str(tmp_path))
+    assert main(["prompts"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^broken +unreadable", out, re.M)
+    assert re.search(r"^sub/data +1 ", out, re.M)
+    assert re.search(r"^maths +16 ", out, re.M)

@@ -18,10 +18,12 @@ def test_trie_commands(tmp_path, capsys):
     assert re.search(r"^order +3$", capsys.readouterr().out, re.M)
     (tmp_path / "b.txt").write_text("words")
     np.savez(tmp_path / "d.npz", tokens=[1])
+    np.savez(tmp_path / "e.npz", tokens=[1, 2, 3], offsets=[0, 3, -1])
     for argv, message in (
         (["info", str(shard)], "not an n-gram trie"),
         (["build", str(tmp_path / "b.txt"), "--out", "x"], "name its tokenizer"),
         (["build", str(tmp_path / "d.npz"), "--out", "x"], "lacks the arrays ['offsets']"),
+        (["build", str(tmp_path / "e.npz"), "--out", "x"], "point outside the tokens"),
         (["build", str(tmp_path / "none.npz"), "--out", "x"], "need an existing"),
         (["build", str(shard), "--out", "x", "--tokenizer", str(tmp_path)], "tokenizer.json does not exist"),
     ):
@@ -35,7 +37,9 @@ def test_trie_from_text(tmp_path, capsys):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "a.jsonl").write_text('"a b a"\n{"text": "b b"}\n')
+    # A byte order mark, a blank line, and a line separator inside a string.
+    text = '\ufeff"a b a"\n\n{"text": "b\u2028b"}\n'
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     (tmp_path / "b.txt").write_text("a b\na b")
     (tmp_path / "c.jsonl").write_text('"fine"\n{"txt": 1}\n')
     argv = ["trie", "build", "--out", str(tmp_path / "t.trie"), "--tokenizer", str(tmp_path), "--order", "2"]

@@ -124,8 +124,13 @@ def _prompts(args: argparse.Namespace) -> int:
     from workbench.prompts import load_prompts, prompt_set_names
     from workbench.show.tables import text_table
 
-    sets = [load_prompts(name) for name in prompt_set_names()]
-    rows = [{"prompt set": found.name, "prompts": len(found), "source": found.source} for found in sets]
+    rows = []
+    for name in prompt_set_names():
+        try:
+            found = load_prompts(name)
+            rows.append({"prompt set": name, "prompts": len(found), "source": found.source})
+        except (ValueError, RuntimeError) as error:  # one foreign file must not hide the others
+            rows.append({"prompt set": name, "prompts": "unreadable", "source": str(error)})
     print(text_table(rows, max_width=200) if rows else "no prompt sets found")
     return 0
 
@@ -179,10 +184,10 @@ def _sequences(path: Path, tokenizer: Tokenizer | None, responses: bool) -> Iter
         return
     if tokenizer is None:
         raise ValueError(f"input {str(path)!r} is text; name its tokenizer with --tokenizer")
-    text = path.read_text(encoding="utf-8")
-    documents = (
-        [text] if path.suffix == ".txt" else [_line_text(path, i, x) for i, x in enumerate(text.splitlines(), 1)]
-    )
+    text = path.read_text(encoding="utf-8-sig")
+    # Lines of JSON end in \n alone: other separators may stand inside a string.
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    documents = [text] if path.suffix == ".txt" else [_line_text(path, i, line) for i, line in lines]
     for document in documents:
         yield np.asarray(tokenizer.encode(document, add_special_tokens=False).ids, np.int64)
 
@@ -196,6 +201,9 @@ def _shard(path: Path, responses: bool) -> Iterator[np.ndarray]:
         arrays = {name: archive[name] for name in archive.files}
     offsets = arrays["offsets"]
     starts = offsets[:-1] + (arrays["prompt_len"] if responses else 0)
+    bounds = np.concatenate([starts, offsets])
+    if (starts > offsets[1:]).any() or bounds.min(initial=0) < 0 or bounds.max(initial=0) > len(arrays["tokens"]):
+        raise ValueError(f"input {str(path)!r}: offsets or prompt_len point outside the tokens or backwards")
     for start, stop in zip(starts, offsets[1:], strict=True):
         yield arrays["tokens"][start:stop]
 

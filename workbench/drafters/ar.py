@@ -28,7 +28,7 @@ class ArDrafter:
 
 
 def build_ar(target: Target, path: str | None = None) -> ArDrafter:
-    """Builder of the table."""
+    """Autoregressive decoding: nothing is drafted."""
     refuse_path(path, "ar")
     return ArDrafter()
 

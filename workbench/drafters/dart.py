@@ -229,7 +229,7 @@ def build_dart(
     double_norm: bool = True,
     dtype: str = "auto",
 ) -> DartDrafter:
-    """Builder of the table.
+    """DART: all positions drafted in one forward, pruned to a tree with the help of an n-gram trie.
 
     Args:
         target: the target; the network runs on its device.

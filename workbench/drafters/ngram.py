@@ -83,7 +83,7 @@ def build_ngram(
     num_nodes: int = 16,
     branching: int = 4,
 ) -> NgramDrafter:
-    """Builder of the table.
+    """Trees of the most probable continuations by n-gram counts alone.
 
     Args:
         target: the target.
