@@ -111,3 +111,11 @@ def test_drawn_blocks_are_ascending_distinct_and_repeatable():
     one, two, other = setup.batches.batch(3), setup.batches.batch(3), setup.batches.batch(4)
     assert torch.equal(one.anchors, two.anchors) and not torch.equal(one.anchors, other.anchors)
     assert one.used.all() and (one.anchors.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short", b"not a zip"])
+def test_damaged_shards_are_named(tmp_path, content):
+    shard = tmp_path / "train-000.npz"
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train-000\.npz is no readable \.npz shard"):
+        load_shards([shard])

@@ -6,6 +6,7 @@ A sample is a prompt and the target's own response. Shards are `.npz` files with
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,7 @@ def _load_shard(path: Path) -> Corpus:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in needed if name in file}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is no readable .npz shard: {error}") from error
     missing = [name for name in needed if name not in arrays]
     if missing:
