@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml .ci/setup_env.py
 embedded: $(READY)  ## convert the embedded target model into the cache
 	@$(PY) -m workbench.models.embedded > /dev/null
 
-demo: embedded  ## decode with AR and DART on the embedded model and write a report
+demo: embedded  ## decode with AR, DART, DFlash and DScale on the embedded model and write a report
 	$(PY) -m workbench run notebooks/01_decode.ipynb --preset demo
 
 # One thread a worker: the cores go to the workers.

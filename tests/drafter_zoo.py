@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dflash_setup import random_dflash
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from workbench.budget.predictor import AcceptancePredictor, PredictorInfo, save_predictor
 from workbench.drafters.dart_config import DartConfig
 from workbench.drafters.dart_files import save_dart
 from workbench.drafters.dart_model import DartModel
@@ -77,18 +79,35 @@ def looked_up(texts: Sequence[Sequence[int]]) -> Callable[..., Iterator[int]]:
     return continuation
 
 
-def make_drafter(name: str, target: Target, folder: Path, texts: Sequence[Sequence[int]] = ()) -> Drafter:
+def random_predictor(target: Target, folder: Path, width: int) -> Path:
+    """An acceptance predictor of random weights for blocks of `width` slots."""
+    torch.manual_seed(0)
+    info = PredictorInfo(target.hidden_size, target.vocab_size, width, hidden_seed=3, logit_seed=4)
+    path = folder / "predictor.safetensors"
+    save_predictor(AcceptancePredictor(width), path, info)
+    return path
+
+
+def make_drafter(
+    name: str, target: Target, folder: Path, texts: Sequence[Sequence[int]] = (), **options: object
+) -> Drafter:
     """The drafter `name` with small settings; weights it needs are written below `folder`.
 
-    `texts` are prompts with their greedy outputs, where they are known already.
+    `texts` are prompts with their greedy outputs, where they are known already; `options` go to the builder.
     """
+    if name in ("dflash", "dscale"):
+        path = random_dflash(target, folder / "dflash")
+        if name == "dflash":
+            return DRAFTERS[name](target, path, **options)
+        predictor = random_predictor(target, folder, width=8)
+        return DRAFTERS[name](target, path, predictor, continuation=looked_up(texts), **options)
     if name in ("oracle", "anti", "coin"):
         return DRAFTERS[name](target, continuation=looked_up(texts))
     if name == "dart":
         path = random_dart(target, folder / "dart")
-        return DRAFTERS[name](target, path, trie=small_trie(target), num_nodes=24)
+        return DRAFTERS[name](target, path, trie=small_trie(target), num_nodes=24, **options)
     if name == "ngram":
-        return DRAFTERS[name](target, trie=small_trie(target), num_nodes=9)
+        return DRAFTERS[name](target, trie=small_trie(target), num_nodes=9, **options)
     if name == "scripted":
         tokens = np.random.default_rng(0).integers(0, target.vocab_size, (4, 6))
         return DRAFTERS[name](target, script=[row[: 2 * i].tolist() for i, row in enumerate(tokens)])

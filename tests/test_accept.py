@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 
-from workbench.decode.accept import accept_greedy, accept_sampling, walk
-from workbench.decode.sampling import SamplingConfig
+from workbench.decode.accept import accept_choices, accept_greedy, accept_sampling
+from workbench.decode.sampling import SamplingConfig, position_generator, uniforms
 from workbench.types import DraftTree, chain_tree, root_tree
 
 
@@ -40,13 +41,13 @@ def test_walk_stops_at_the_first_disagreement():
 
 
 def test_root_only_tree_gives_the_bonus_alone():
-    got = walk(root_tree(3), np.array([7]))
+    got = accept_choices(root_tree(3), np.array([7]))
     assert (got.path, got.bonus) == ((0,), 7)
 
 
 def test_of_equal_siblings_the_first_is_taken():
     tree = tree_of([0, 5, 5, 6], [-1, 0, 0, 2])
-    assert walk(tree, np.array([5, 1, 1, 1])).path == (0, 1)
+    assert accept_choices(tree, np.array([5, 1, 1, 1])).path == (0, 1)
 
 
 def test_emitted_law_is_the_targets_exactly():
@@ -70,7 +71,7 @@ def test_emitted_law_is_the_targets_exactly():
             weight = Fraction(1)
             for node, choice in enumerate(choices):
                 weight *= law[int(tree.tokens[node])][choice]
-            accepted = walk(tree, np.array(choices))
+            accepted = accept_choices(tree, np.array(choices))
             emitted = [*tree.tokens[list(accepted.path[1:])].tolist(), accepted.bonus]
             if len(emitted) > 1:
                 got[tuple(emitted[:2])] += weight
@@ -80,11 +81,47 @@ def test_emitted_law_is_the_targets_exactly():
         assert {k: v for k, v in got.items() if v} == {k: v for k, v in expected.items() if v}
 
 
-def test_acceptance_probability_is_the_mass_of_the_offered_siblings():
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_acceptance_probability_is_the_mass_of_the_offered_siblings(rule):
     tree = tree_of([0, 1, 3], [-1, 0, 0])
     probs = torch.tensor([0.1, 0.25, 0.15, 0.3, 0.2])
     logits = probs.log().expand(3, -1)
-    config = SamplingConfig(temperature=1.0, seed=4)
+    config = SamplingConfig(temperature=1.0, seed=4, accept_rule=rule)
     n = 4000
     hits = sum(accept_sampling(tree, logits, position, config).num_accepted > 0 for position in range(n))
     assert hits / n == pytest.approx(0.55, abs=0.03)  # 4 standard deviations
+
+
+@pytest.mark.parametrize("children", [[], [1], [3, 1], [0, 2, 4], [4, 3, 2, 1, 0]])
+def test_rejection_keeps_the_law_whatever_is_offered(children):
+    """First emitted token over many positions against the target's probabilities, chi-square."""
+    probs = torch.tensor([0.1, 0.25, 0.15, 0.3, 0.2], dtype=torch.float64)
+    tree = tree_of([0, *children], [-1] + [0] * len(children))
+    logits = probs.log().expand(len(tree.tokens), -1)
+    config = SamplingConfig(temperature=1.0, seed=11, accept_rule="rejection")
+    counts = np.zeros(5)
+    for position in range(5000):
+        got = accept_sampling(tree, logits, position, config)
+        counts[tree.tokens[got.path[1]] if got.num_accepted else got.bonus] += 1
+    assert chisquare(counts, probs.numpy() * 5000).pvalue > 1e-3
+
+
+def test_rejection_never_takes_a_token_outside_top_p_and_always_one_of_certainty():
+    config = SamplingConfig(temperature=1.0, top_p=0.5, seed=0, accept_rule="rejection")
+    logits = torch.tensor([[0.6, 0.3, 0.1]]).log().expand(2, -1)  # token 0 alone reaches one half
+    for position in range(50):
+        assert accept_sampling(chain_tree(5, [1]), logits, position, config).path == (0,)
+        assert accept_sampling(chain_tree(5, [0]), logits, position, config).path == (0, 1)
+
+
+def test_an_unknown_accept_rule_is_refused():
+    with pytest.raises(ValueError, match="accept_rule='typical'; allowed: match, rejection"):
+        SamplingConfig(accept_rule="typical")
+
+
+def test_draws_of_a_position_never_come_from_another():
+    """Four draws use up one count of the generator; more of them must not run into the next position's."""
+    draws = [position_generator(7, position).random(40) for position in range(6)]
+    draws.append(uniforms(7, range(1, 300)))
+    flat = np.concatenate(draws)
+    assert len(np.unique(flat)) == len(flat)

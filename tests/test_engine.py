@@ -6,6 +6,7 @@ import pytest
 from drafter_zoo import make_drafter, random_prompts
 
 from workbench.decode.engine import Engine, FinishEvent, Request, SamplingConfig, TokenEvent, generate
+from workbench.decode.live import LiveRequest
 from workbench.decode.stopping import StopRules
 from workbench.drafters.ar import ArDrafter
 from workbench.drafters.oracle import ForesightDrafter, ScriptedDrafter
@@ -244,13 +245,13 @@ def test_streamed_text_is_final_text_with_split_characters():
         return b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
 
     for stop in ("y \U0001f600", "\u65e5!", "zz"):
-        rules = StopRules(frozenset(), (stop,), len(pieces), "length", decode)
-        sent, kept = "", []
-        for n in range(1, len(pieces) + 1):
-            found = rules.find(list(range(n)), n - 1)
-            kept = list(range(n if found is None else found[0]))
-            text = rules.cut_text(decode(kept)) if found else rules.safe_text(decode(kept))
-            sent += text[len(sent) :]
-            if found:
-                break
-        assert sent == rules.cut_text(decode(kept))
+        for sizes in ([1] * 10, [2] * 5, [3, 1, 1, 4, 1], [10]):
+            live = LiveRequest.enter(0, 0, Request((0,)), StopRules(frozenset(), (stop,), 10, "length", decode))
+            sent, first = "", 0
+            for size in sizes:
+                live.extend(list(range(first, first + size)))
+                first += size
+                sent += live.new_text()
+                if live.finish_reason:
+                    break
+            assert sent == live.result().text == live.rules.cut_text(decode(live.output))

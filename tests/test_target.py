@@ -6,7 +6,7 @@ import torch
 from drafter_zoo import stock_model
 from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, GraniteConfig, MistralConfig
 
-from workbench.decode.rows import pack_chunks, pack_trees
+from workbench.decode.rows import Workspace, pack_chunks
 from workbench.models.target import Target
 from workbench.types import DraftTree
 
@@ -45,6 +45,30 @@ def prefill(target, cache, prompts, slots):
     return out.logits
 
 
+def workspace(cache, target):
+    return Workspace(3, 200, cache.max_len, target.device)
+
+
+@pytest.mark.parametrize("num_sentinels", [1, 17, 64])
+def test_sentinel_rows_change_neither_outputs_nor_live_cache(target, num_sentinels):
+    """The cache is poisoned behind the context, where a stray write or read would show."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, target.vocab_size, n) for n in (5, 9)]
+    trees = [random_tree(rng, 6, target.vocab_size), random_tree(rng, 1, target.vocab_size)]
+    live = 7 + 2
+    found = {}
+    for extra in (0, num_sentinels):
+        cache = target.new_cache(3, 40)
+        prefill(target, cache, prompts, [0, 2])
+        cache.kv[:, :, 0, 5:] = cache.kv[:, :, 2, 9:] = cache.kv[:, :, 1] = torch.nan
+        out = target.forward(workspace(cache, target).pack(trees, [0, 2], [5, 9], live + extra), cache, taps=(1,))
+        assert len(out.logits) == live + extra and bool(torch.isfinite(out.logits).all())
+        found[extra] = out.logits[:live], out.taps[:live], cache.kv[:, :, :, :-1]
+    for plain, padded in zip(found[0], found[num_sentinels], strict=True):
+        torch.testing.assert_close(padded, plain, equal_nan=True, **TOLERANCE)
+    assert torch.equal(torch.isnan(found[0][2]), torch.isnan(found[num_sentinels][2]))
+
+
 def test_prefill_and_taps_equal_the_stock_model(target):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, target.vocab_size, n) for n in (1, 13, 30)]
@@ -74,7 +98,7 @@ def test_tree_forward_equals_path_by_path(target, num_nodes):
     ]
     cache = target.new_cache(2, 90)
     prefill(target, cache, prompts, [0, 1])
-    out = target.forward(pack_trees(trees, [0, 1], [9, 4], target.device), cache)
+    out = target.forward(workspace(cache, target).pack(trees, [0, 1], [9, 4]), cache)
     first = 0
     for prompt, tree in zip(prompts, trees, strict=True):
         for node in range(tree.num_nodes + 1):
@@ -93,7 +117,7 @@ def test_cache_after_commit_equals_prefill(target):
     path = path_to(tree, deepest)
     cache = target.new_cache(2, 64)
     prefill(target, cache, [prompt], [1])
-    target.forward(pack_trees([tree], [1], [11], target.device), cache)
+    target.forward(workspace(cache, target).pack([tree], [1], [11]), cache)
     cache.keep_path(1, 11, path)
     fresh = target.new_cache(1, 64)
     prefill(target, fresh, [np.concatenate([prompt, tree.tokens[path]])], [0])
@@ -176,3 +200,27 @@ def test_sliding_window_attention_is_refused():
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match="sliding"):
         Target(model)
+
+
+def test_attention_through_the_kernels_operator_equals_the_plain_path(target):
+    """On a CPU the operator runs its reference, so this tests the metadata: prefill chunks, trees, sentinels."""
+    through = Target(stock_model(target), stop_ids=(), attention="tile")
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(0, target.vocab_size, n) for n in (70, 1, 6)]
+    trees = [random_tree(rng, n, target.vocab_size) for n in (63, 0, 11)]
+    found = []
+    for model in (target, through):
+        cache = model.new_cache(3, 140)
+        space = Workspace(4, 100, cache.max_len, model.device)
+        outs = [prefill(model, cache, prompts, [2, 0, 1])]
+        outs.append(model.forward(space.pack(trees, [2, 0, 1], [70, 1, 6], num_rows=99), cache).logits[:77])
+        chunk = pack_chunks([np.full(5, 3)], [1], [6], model.device)
+        outs.append(model.forward(chunk, cache).logits)
+        found.append(outs)
+    for plain, kernel in zip(*found, strict=True):
+        torch.testing.assert_close(kernel, plain, **TOLERANCE)
+
+
+def test_unknown_attention_is_refused(target):
+    with pytest.raises(ValueError, match="attention='tile:rows8'; allowed: auto, plain, tile, tile:paper"):
+        Target(target.model, attention="tile:rows8")

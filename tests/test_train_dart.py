@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
-from train_setup import CONFIG, DRAFT_VOCAB, ROW, VOCAB, Setup, tiny_corpus, tiny_model
+from train_setup import CONFIG, DRAFT_VOCAB, ROW, RULE, VOCAB, Setup, tiny_corpus, tiny_model
 
 from workbench.drafters.dart import DartDrafter, dart_taps
 from workbench.drafters.dart_files import load_dart, save_dart
 from workbench.models.target import Target
-from workbench.train.dart_objective import DartLoss, block_states, export_dart
-from workbench.train.losses import distill, position_weights
+from workbench.train.block_objective import fold_scale
+from workbench.train.dart_objective import DartLoss, block_states
+from workbench.train.dart_recipe import DartRecipe
 from workbench.train.masks import DenseAttention
-from workbench.train.recipe import DartRecipe, dart_run, dart_teacher, training_set
+from workbench.train.recipe import training_set
 from workbench.train.schedule import TrainConfig
 from workbench.train.teacher import Teacher, sample_mask
 from workbench.types import Commit
@@ -36,7 +36,7 @@ def test_training_rows_equal_inference_rows(tmp_path):
     tokens = torch.from_numpy(setup.corpus.sample(3)).long()
     taps = setup.teacher.features(tokens[None], torch.arange(len(tokens))[None]).taps[0]
     trained = all_block_logits(setup, tokens, taps)
-    save_dart(export_dart(setup.draft, setup.scale), tmp_path, torch.float32)
+    save_dart(fold_scale(setup.draft, setup.scale), tmp_path, torch.float32)
     drafter = DartDrafter(load_dart(tmp_path), setup.model.get_input_embeddings(), dart_taps(7))
     session = drafter.session(1, len(tokens))
     for i in range(len(tokens) - 1):
@@ -62,7 +62,7 @@ def test_a_token_behind_the_root_cannot_change_a_block():
 @torch.no_grad()
 def test_samples_of_a_row_do_not_see_each_other():
     setup = Setup(num_blocks=ROW)
-    batch = setup.table.batch(torch.from_numpy(setup.rows), ROW, CONFIG.depth)
+    batch = setup.table.batch(torch.from_numpy(setup.rows), ROW, RULE)
     packed = setup.draft.lm_head(setup.objective.states(batch, setup.store(batch)))
     row, block = 0, int(batch.used[0].sum()) - 1  # the last block of the row lies in its last sample
     place = int(batch.index[row, batch.anchors[row, block]])
@@ -80,7 +80,7 @@ def test_teacher_equals_the_target_alone_and_leaves_it_as_it_was():
     target = Target(tiny_model())  # switches the attention implementation
     before = target.model.config._attn_implementation
     teacher = Teacher(target.model, dart_taps(7), chunk_rows=1000)
-    batch = setup.table.batch(torch.from_numpy(setup.rows), 3, CONFIG.depth)
+    batch = setup.table.batch(torch.from_numpy(setup.rows), 3, RULE)
     found, stored = teacher(batch), setup.store(batch)
     assert target.model.config._attn_implementation == before
     for name in ("taps", "hidden", "log_total"):
@@ -104,41 +104,12 @@ def test_sample_mask_by_hand():
     assert mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
 
 
-def test_fused_loss_equals_plain_autograd():
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(29, 6, generator=generator, requires_grad=True)
-    head = torch.randn(11, 6, generator=generator, requires_grad=True)
-    teacher = torch.randn(17, 11, generator=generator) * 2
-    index = torch.randint(17, (29,), generator=generator)
-    scale, weight = torch.rand(29, generator=generator) + 0.5, torch.rand(29, generator=generator)
-    loss, kl, agree = distill(states, head, teacher, index, scale, weight, chunk_rows=8)
-    (2 * loss).backward()
-    fused = states.grad.clone(), head.grad.clone()
-    states.grad = head.grad = None
-    log_drafted = (states @ head.T).log_softmax(-1)
-    log_wanted = (teacher[index] * scale[:, None]).log_softmax(-1)
-    plain_kl = functional.kl_div(log_drafted, log_wanted, log_target=True, reduction="none").sum(-1)
-    plain = (weight * plain_kl).sum()
-    (2 * plain).backward()
-    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(kl, plain_kl, rtol=1e-5, atol=1e-5)
-    assert torch.equal(agree, log_drafted.argmax(-1) == log_wanted.argmax(-1))
-    for mine, theirs in zip(fused, (states.grad, head.grad), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_position_weights():
-    torch.testing.assert_close(position_weights(8, 0.6).sum(), torch.tensor(2.458), rtol=0, atol=1e-3)
-    with pytest.raises(ValueError, match="gamma=0"):
-        position_weights(8, 0.0)
-
-
 @pytest.mark.parametrize("weigh_by_mass", [False, True])
 def test_objective_equals_a_restatement(weigh_by_mass):
     """Loss = sum over t of gamma^t * mean over supervised rows of KL(target || draft), row by row and in words."""
     settings = DartLoss(gamma=0.5, weigh_by_mass=weigh_by_mass, greedy_temperature=0.7)
     setup = Setup(settings, num_blocks=ROW)
-    batch = setup.table.batch(torch.from_numpy(setup.rows[:2]), ROW, CONFIG.depth)
+    batch = setup.table.batch(torch.from_numpy(setup.rows[:2]), ROW, RULE)
     loss, metrics = setup.objective.loss(batch)
     corpus, totals = setup.corpus, [[] for _ in range(CONFIG.depth)]
     samples = {int(np.searchsorted(corpus.offsets, p, side="right")) - 1 for p in setup.rows[:2].ravel() if p >= 0}
@@ -181,11 +152,11 @@ def test_compiled_sparse_objective_equals_the_plain_one():
     recipe = DartRecipe(
         draft_vocab_size=DRAFT_VOCAB, draft_length=3, num_kv_heads=2, rows_per_step=2, row_len=128, num_blocks=32
     )
-    data = training_set(dart_teacher(model), corpus, recipe.row_len, batch_rows=2)
+    data = training_set(recipe.teacher(model), corpus, recipe.row_len, batch_rows=2)
     results = []
     for compiled in (False, True):
-        run = dart_run(model, data, recipe, TrainConfig(steps=1), compiled=compiled, sparse=compiled)
-        loss, metrics = run.objective.loss(data.batches(recipe).batch(0))
+        run = recipe.run(model, data, TrainConfig(steps=1), compiled=compiled, sparse=compiled)
+        loss, metrics = run.objective.loss(run.trainer.batches.batch(0))
         loss.backward()
         results.append((loss, metrics["kl"], *(p.grad for p in run.objective.module.parameters())))
     for plain, fast in zip(*results, strict=True):

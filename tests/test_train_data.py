@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from train_setup import CONFIG, ROW, Setup, tiny_corpus
+from train_setup import CONFIG, ROW, RULE, Setup, tiny_corpus
 
 from workbench.train.data import (
     Corpus,
@@ -92,7 +92,7 @@ def test_row_order_visits_every_row_once_an_epoch_and_keeps_the_mix():
 def test_blocks_supervise_response_tokens_only():
     setup = Setup(num_blocks=ROW)
     corpus, depth = setup.corpus, CONFIG.depth
-    batch = setup.table.batch(torch.from_numpy(setup.rows), ROW, depth)
+    batch = setup.table.batch(torch.from_numpy(setup.rows), ROW, RULE)
     expected = set()
     for sample in range(corpus.num_samples):
         length, prompt = int(corpus.lengths[sample]), int(corpus.prompt_len[sample])

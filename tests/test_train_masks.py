@@ -32,15 +32,45 @@ def test_dense_mask_by_hand():
     ]
 
 
-@pytest.mark.parametrize("depth, num_blocks", [(8, 32), (4, 64), (6, 64), (128, 1)])
-def test_tiles_of_the_sparse_mask_cover_the_dense_one(depth, num_blocks):
+def test_dense_mask_of_bidirectional_blocks_by_hand():
+    # As above, but the slots of a block see each other; the root of the second sample's first place has no context.
+    mask = dense_mask(torch.tensor([[2, 5]]), torch.tensor([[2, 2]]), num_reals=6, depth=2, causal=False)[0]
+    assert mask.int().tolist() == [
+        [0, 0, 0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0, 0, 0, 1, 1],
+        [0, 0, 1, 1, 1, 0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_mask_equals_visibility_in_words(causal):
+    """Query by query and key by key: the sample's places before the anchor, and the block's own slots."""
+    num_reals, num_blocks, depth = 40, 7, 3
+    anchors, starts = random_blocks(2, num_reals, num_blocks)
+    mask = dense_mask(anchors, starts, num_reals, depth, causal)
+    for row in range(2):
+        for query in range(num_blocks * depth):
+            block, slot = divmod(query, depth)
+            context = set(range(int(starts[row, block]), int(anchors[row, block])))
+            own = {num_reals + block * depth + other for other in range(slot + 1 if causal else depth)}
+            assert set(mask[row, query].nonzero().squeeze(1).tolist()) == context | own
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("depth, num_blocks", [(8, 32), (4, 64), (6, 64), (16, 24), (48, 8), (128, 1), (256, 2)])
+def test_tiles_of_the_sparse_mask_cover_the_dense_one(depth, num_blocks, causal):
     num_reals = 3 * TILE
     anchors, starts = random_blocks(3, num_reals, num_blocks)
-    blocks = FlexBlocks(3, num_reals, num_blocks, depth, "cpu")
+    blocks = FlexBlocks(3, num_reals, num_blocks, depth, "cpu", causal)
     blocks.update(anchors.flip(0) * 0, starts * 0)  # an earlier batch must leave no trace
     mask = blocks.update(anchors, starts)
-    dense = dense_mask(anchors, starts, num_reals, depth)
+    dense = dense_mask(anchors, starts, num_reals, depth, causal)
     tiled = dense.unflatten(1, (-1, TILE)).unflatten(3, (-1, TILE)).any(2).any(-1)  # [B, query tiles, key tiles]
+    # Every listed tile once, though lists are padded: a tile named twice would be attended twice.
+    counts, indices = mask.kv_num_blocks[:, 0], mask.kv_indices[:, 0]
+    for count, tiles in zip(counts.flatten().tolist(), indices.flatten(0, 1).tolist(), strict=True):
+        assert len(set(tiles[:count])) == count
     listed = mask.to_dense()[:, 0].bool()
     assert (listed | ~tiled).all()
     if TILE % depth == 0:
@@ -57,19 +87,22 @@ def attention_inputs(num_rows: int, num_queries: int, num_keys: int, device: str
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-def test_sparse_and_dense_attention_agree():
-    num_reals, num_blocks, depth = 2 * TILE, 16, 8
+@pytest.mark.parametrize("depth, num_blocks, causal", [(8, 16, True), (16, 8, False), (24, 16, False)])
+def test_sparse_and_dense_attention_agree(depth, num_blocks, causal):
+    num_reals = 2 * TILE
     anchors, starts = random_blocks(2, num_reals, num_blocks)
     inputs = attention_inputs(2, num_blocks * depth, num_reals + num_blocks * depth)
-    sparse = FlexAttention(FlexBlocks(2, num_reals, num_blocks, depth, "cpu").update(anchors, starts))(*inputs)
-    dense = DenseAttention(anchors, starts, num_reals, depth)(*inputs)
+    blocks = FlexBlocks(2, num_reals, num_blocks, depth, "cpu", causal)
+    sparse = FlexAttention(blocks.update(anchors, starts))(*inputs)
+    dense = DenseAttention(anchors, starts, num_reals, depth, causal)(*inputs)
     torch.testing.assert_close(sparse, dense, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
-def test_compiled_sparse_attention_agrees_without_recompiling():
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiled_sparse_attention_agrees_without_recompiling(causal):
     num_reals, num_blocks, depth = 4 * TILE, 64, 8
-    blocks = FlexBlocks(3, num_reals, num_blocks, depth, "cuda")
+    blocks = FlexBlocks(3, num_reals, num_blocks, depth, "cuda", causal)
     inputs = attention_inputs(3, num_blocks * depth, num_reals + num_blocks * depth, "cuda")
     attend = torch.compile(lambda mask, *qkv: FlexAttention(mask)(*qkv), dynamic=False, fullgraph=True)
     torch._dynamo.reset()
@@ -77,7 +110,7 @@ def test_compiled_sparse_attention_agrees_without_recompiling():
         for seed in range(3):
             anchors, starts = (t.cuda() for t in random_blocks(3, num_reals, num_blocks, seed))
             mask = blocks.update(anchors, starts)
-            dense = DenseAttention(anchors, starts, num_reals, depth)(*inputs)
+            dense = DenseAttention(anchors, starts, num_reals, depth, causal)(*inputs)
             # fp32 products run in TF32 on the tensor cores.
             torch.testing.assert_close(attend(mask, *inputs), dense, rtol=1e-2, atol=1e-2)
 

@@ -10,9 +10,11 @@ from train_setup import VOCAB, tiny_corpus, tiny_model
 from workbench.drafters.dart import DartDrafter, dart_taps
 from workbench.drafters.dart_files import load_dart
 from workbench.models.target import Target
+from workbench.train.dart_recipe import DartRecipe
 from workbench.train.data import Corpus, concatenate
 from workbench.train.evaluate import record_drafts, summary_rows
-from workbench.train.recipe import DartRecipe, dart_run, dart_teacher, training_set
+from workbench.train.packing import BlockRule
+from workbench.train.recipe import training_set
 from workbench.train.schedule import TrainConfig
 from workbench.train.text import answered_corpus, find_shards, shard_corpus, split_held_out, training_text
 
@@ -94,17 +96,18 @@ def test_a_prompt_and_its_responses_stay_on_one_side():
 
 
 def test_from_text_to_a_drafter(target, tmp_path):
-    teacher = dart_teacher(target.model)
     train, held = split_held_out(tiny_corpus(12), 0.2)
     recipe = DartRecipe(draft_vocab_size=30, draft_length=3, rows_per_step=3, row_len=32, num_blocks=6)
+    teacher = recipe.teacher(target.model)
     data = training_set(teacher, train, recipe.row_len, batch_rows=2)
-    run = dart_run(target.model, data, recipe, TrainConfig(steps=4, log_every=2, ema_decay=0.5))
+    run = recipe.run(target.model, data, TrainConfig(steps=4, log_every=2, ema_decay=0.5))
     sizes = run.objective.module.config
     assert (sizes.intermediate_size, sizes.num_key_value_heads, sizes.head_dim, sizes.depth) == (24, 2, 4, 4)
     curve = run.trainer.run()
     run.save(tmp_path, averaged=True)
     with run.trainer.averaged():
-        hits, walks = summary_rows(list(record_drafts(run.objective.over(teacher), held)), held, (4, 9), walked=5)
+        records = list(record_drafts(run.objective.over(teacher), held))
+        hits, walks = summary_rows(records, held, recipe.follow, (4, 9), walked=5)
     assert [row["position"] for row in hits] == [1, 2, 3, 4] and [row["num_nodes"] for row in walks] == [4, 9]
     assert len(curve) == 2 and all(np.isfinite(row["kl"]) for row in hits)
     drafter = DartDrafter(load_dart(tmp_path), target.embedding, dart_taps(7))
@@ -112,12 +115,12 @@ def test_from_text_to_a_drafter(target, tmp_path):
 
 
 def test_all_greedy_text_needs_no_sampled_rows(target):
-    teacher = dart_teacher(target.model)
     corpus = tiny_corpus(8)
     recipe = DartRecipe(draft_vocab_size=10, draft_length=3, rows_per_step=4, row_len=24, num_blocks=6)
+    teacher = recipe.teacher(target.model)
     for sampled in (False, True):
         data = training_set(teacher, corpus.select(corpus.sampled == sampled), recipe.row_len, batch_rows=2)
-        batch = data.batches(recipe).batch(0)
+        batch = data.batches(recipe, BlockRule(4, root=1)).batch(0)
         assert batch.tokens.shape == (4, 24) and bool((batch.sampled == (batch.used & sampled)).all())
 
 

@@ -28,7 +28,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_target(
-    name_or_path: str | Path, dtype: str = "float32", device: str = "cpu", context_limit: int | None = None
+    name_or_path: str | Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    context_limit: int | None = None,
+    attention: str = "auto",
 ) -> Target:
     """Loads a causal LM as a target. Only safetensors weights are read, and no code of the checkpoint is run.
 
@@ -37,6 +41,8 @@ def load_target(
         dtype: "float32", "bfloat16" or "float16".
         device: "cpu", "cuda" or "cuda:N".
         context_limit: most tokens of a request, prompt included; default: what the model was made for.
+        attention: "plain" for plain torch, "tile" for the Triton kernels ("tile:rows128" and others choose the tile);
+            "auto" takes the kernels on a CUDA device.
 
     Raises:
         ValueError: an argument out of range, or a folder that holds no complete model.
@@ -52,7 +58,7 @@ def load_target(
     else:
         model, tokenizer = _from_folder(folder, torch_dtype, place)
         name = EMBEDDED if name == EMBEDDED else folder.name
-    return Target(model, tokenizer, name=name, context_limit=context_limit)
+    return Target(model, tokenizer, name=name, context_limit=context_limit, attention=attention)
 
 
 def load_method(name: str, target: Target, path: str | Path | None = None, **options: object) -> Drafter:

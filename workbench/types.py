@@ -53,13 +53,25 @@ class DraftTree:
 
     def up_to_depth(self, max_depth: int) -> DraftTree:
         """The tree without the nodes deeper than `max_depth`."""
-        keep = self.depths <= max_depth
+        return self.select(self.depths <= max_depth)
+
+    def select(self, keep: np.ndarray) -> DraftTree:
+        """The tree of some of its nodes.
+
+        Args:
+            keep: [N+1] bool, closed under ancestors: the root is kept, and the parent of every node that is.
+        """
         if keep.all():
             return self
         new_index = np.cumsum(keep) - 1
         parents = self.parents[keep]
         parents = np.where(parents < 0, -1, new_index[parents]).astype(np.int32)
         return DraftTree(self.tokens[keep], parents, self.depths[keep], self.scores[keep])
+
+    @property
+    def is_chain(self) -> bool:
+        """True when every node but the last has exactly one child."""
+        return bool((self.parents == np.arange(-1, len(self.parents) - 1)).all())
 
 
 def root_tree(token: int) -> DraftTree:
@@ -123,6 +135,47 @@ class DraftRequest:
     temperature: float = 0.0
 
 
+@dataclass(frozen=True)
+class Signals:
+    """What a drafter of chains knows about its drafts besides their tokens, for scorers to judge them by.
+
+    Attributes:
+        requests: the R requests that drafted.
+        tokens: [R, n] int64, drafted ids.
+        hidden: [R, n, H], input of the output head at every drafted position.
+        logits: [R, n, V] draft logits.
+    """
+
+    requests: Sequence[DraftRequest]
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class Scorer(Protocol):
+    """Judges drafted tokens before the target has seen them."""
+
+    def __call__(self, signals: Signals) -> np.ndarray:
+        """[R, n] float32, non-increasing along n: the higher, the likelier is position j accepted."""
+        ...
+
+
+class Policy(Protocol):
+    """Who decides how much of each draft is verified. Never looks at anything the accept rule will draw.
+
+    Attributes:
+        name: how reports call it.
+        scorer: fills in the scores of chains; None when those that the drafter gives are used, or none.
+    """
+
+    name: str
+    scorer: Scorer | None
+
+    def allocate(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        """The part of each tree that is verified this round, closed under ancestors."""
+        ...
+
+
 class Stopwatch(Protocol):
     """The one timer (workbench.measure.timer.StageTimer) as the lower layers see it."""
 
@@ -151,11 +204,13 @@ class Drafter(Protocol):
         taps: target hidden states it reads, as indices into `hidden_states` of transformers
             (0 embeddings, i the residual stream entering layer i); empty for none.
         max_nodes: most nodes a tree of its may have, root not counted.
+        policy: decides how much of its drafts is verified.
     """
 
     name: str
     taps: tuple[int, ...]
     max_nodes: int
+    policy: Policy
 
     def session(self, slots: int, max_len: int) -> DraftSession:
         """New state for an engine of `slots` requests of up to `max_len` tokens each."""

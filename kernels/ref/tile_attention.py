@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+MAX_MASKED_ROWS = 64  # bits of an ancestor mask
+
 
 def tile_attention(
     query: torch.Tensor,
@@ -24,7 +26,7 @@ def tile_attention(
     """Softmax attention, one request after another.
 
     Args:
-        query: [M, H, D], rows of request r are starts[r]..starts[r+1].
+        query: [M, H, D], rows of request r are starts[r]..starts[r+1]; those behind the last request's give zeros.
         k_cache, v_cache: [slots, max_len, Hk, D]; the rows of this call are already written.
         slots: [R] cache slot of each request.
         starts: [R+1] first row of each request.
@@ -37,6 +39,7 @@ def tile_attention(
         [M, H, D] in the dtype of `query`. GQA: query head h reads KV head h // (H / Hk).
     """
     out = torch.empty_like(query)
+    out[starts[-1] :] = 0
     for r, slot in enumerate(slots):
         first, stop, length = starts[r], starts[r + 1], kv_len[r]
         if stop == first:
@@ -52,3 +55,32 @@ def tile_attention(
             enable_gqa=True,
         )[0].transpose(0, 1)
     return out
+
+
+def tile_attention_tensors(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    context_len: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """`tile_attention` with the metadata in the tensors that `kernels.tile_attention` takes; see there.
+
+    Reads them on the host, so it can be neither captured nor used where that costs.
+    """
+    first, context, mask_of = starts.tolist(), context_len.tolist(), []
+    for r, length in enumerate(context):
+        rows = slice(first[r], first[r + 1])
+        index = torch.arange(rows.stop - rows.start, device=query.device)
+        if ancestors is None:
+            seen = index <= index[:, None]
+        else:
+            seen = (ancestors[rows, None] >> index.clamp(max=MAX_MASKED_ROWS - 1)) & 1 != 0  # [m, m]
+        mask = query.new_zeros(len(index), length + len(index))
+        mask[:, length:].masked_fill_(~seen, -torch.inf)
+        mask_of.append(mask)
+    kv_len = [c + b - a for c, a, b in zip(context, first, first[1:], strict=False)]
+    return tile_attention(query, k_cache, v_cache, slots.tolist(), first, kv_len, mask_of, scale)

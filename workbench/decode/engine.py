@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from workbench.budget.fixed import allocate_fixed
-from workbench.decode.accept import Accepted, accept_sampling, walk
+from workbench.budget.limits import within_limits
+from workbench.decode.accept import Accepted, accept_choices, accept_sampling
 from workbench.decode.live import LiveRequest, Request
-from workbench.decode.rows import pack_chunks, pack_trees
+from workbench.decode.rows import Workspace, pack_chunks
 from workbench.decode.sampling import SamplingConfig, argmax_tokens, choose
 from workbench.decode.stopping import stop_rules
 from workbench.measure.timer import StageTimer
@@ -65,9 +65,10 @@ class Engine:
             KV cache grows with slots * max_len.
         trace: keep every verified tree and accepted path in the round records.
         prefill_chunk: most prompt tokens of a request in one prefill forward.
+        row_bucket: rounds are filled up with sentinel rows to a multiple of this, so that few sizes occur.
 
     Raises:
-        ValueError: slots, max_len or prefill_chunk out of range, or a drafter whose trees are too large.
+        ValueError: slots, max_len, prefill_chunk or row_bucket out of range, or a drafter whose trees are too large.
     """
 
     def __init__(
@@ -78,20 +79,25 @@ class Engine:
         max_len: int | None = None,
         trace: bool = False,
         prefill_chunk: int = 1024,
+        row_bucket: int = 1,
     ) -> None:
         limit = target.context_limit if max_len is None else max_len
         if slots < 1:
             raise ValueError(f"slots={slots} must be at least 1")
         if not 1 <= limit <= target.context_limit:
             raise ValueError(f"max_len={max_len} outside 1..{target.context_limit} (context limit of the target)")
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1")
+        for name, value in (("prefill_chunk", prefill_chunk), ("row_bucket", row_bucket)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if not 0 <= drafter.max_nodes < MAX_TREE_ROWS:
             raise ValueError(f"drafter {drafter.name!r}: max_nodes={drafter.max_nodes} outside 0..{MAX_TREE_ROWS - 1}")
         self.target, self.drafter, self.trace = target, drafter, trace
-        self.max_len, self.prefill_chunk = limit, prefill_chunk
+        self.max_len, self.prefill_chunk, self.row_bucket = limit, prefill_chunk, row_bucket
         # A tree's rows lie behind the committed context until the accepted ones are moved together.
         self._cache = target.new_cache(slots, limit + drafter.max_nodes)
+        self._workspace = Workspace(
+            slots, self._bucket(slots * (1 + drafter.max_nodes)), self._cache.max_len, target.device
+        )
         self._session = drafter.session(slots, limit)
         self._timer = StageTimer(target.device)
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -194,9 +200,10 @@ class Engine:
         requests = [x.draft_request(self.drafter.max_nodes) for x in live]
         proposed = self._session.propose(requests, timer)
         with timer.stage("allocate"):
-            trees = allocate_fixed(proposed, requests, self.target.vocab_size)
+            trees = self.drafter.policy.allocate(within_limits(proposed, requests, self.target.vocab_size))
         with timer.stage("pack"):
-            rows = pack_trees(trees, [x.slot for x in live], [x.committed for x in live], self.target.device)
+            num_rows = self._bucket(sum(len(t.tokens) for t in trees))
+            rows = self._workspace.pack(trees, [x.slot for x in live], [x.committed for x in live], num_rows)
         with timer.stage("verify"):
             out = self.target.forward(rows, self._cache, self.drafter.taps)
         with timer.stage("accept"):
@@ -211,6 +218,10 @@ class Engine:
             events += self._emit(x, x.extend(tokens), stats)
         return events
 
+    def _bucket(self, num_rows: int) -> int:
+        """The next multiple of `row_bucket`."""
+        return -(-num_rows // self.row_bucket) * self.row_bucket
+
     def _accept(
         self, live: list[LiveRequest], trees: list[DraftTree], rows: PackedRows, logits: torch.Tensor
     ) -> list[Accepted]:
@@ -220,7 +231,7 @@ class Engine:
         for x, tree, first in zip(live, trees, rows.starts, strict=False):
             own = slice(first, first + len(tree.tokens))
             if x.request.sampling.greedy:
-                accepted.append(walk(tree, argmax[own]))
+                accepted.append(accept_choices(tree, argmax[own]))
             else:
                 accepted.append(accept_sampling(tree, logits[own], x.committed, x.request.sampling))
         return accepted

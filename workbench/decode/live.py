@@ -11,6 +11,9 @@ from workbench.decode.sampling import SamplingConfig
 from workbench.decode.stopping import StopRules
 from workbench.types import DraftRequest, GenerateResult, RoundStats
 
+#: Tokens decoded again before new ones.
+_SEAM = 6
+
 
 @dataclass(frozen=True)
 class Request:
@@ -38,6 +41,7 @@ class LiveRequest:
     Attributes:
         tokens: [capacity] int64 buffer; the first `num_tokens` are prompt and output, the last of them the root.
         prefilled: prompt tokens whose target KV is final.
+        whole_tokens, whole_text: output tokens that end with a whole character, and their text.
     """
 
     index: int
@@ -48,6 +52,8 @@ class LiveRequest:
     num_tokens: int
     prefilled: int = 0
     sent_chars: int = 0
+    whole_tokens: int = 0
+    whole_text: str = ""
     prefill_s: float = 0.0
     entered: float = field(default_factory=time.perf_counter)
     rounds: list[RoundStats] = field(default_factory=list)
@@ -103,11 +109,24 @@ class LiveRequest:
 
     def new_text(self) -> str:
         """Text that became final since the last call."""
-        text = self.rules.decode(self.output)
+        text = self._text()
         text = self.rules.cut_text(text) if self.finish_reason else self.rules.safe_text(text)
         delta = text[self.sent_chars :]
         self.sent_chars = max(self.sent_chars, len(text))
         return delta
+
+    def _text(self) -> str:
+        """Text of the output so far; only what is new is decoded, with a few tokens before it.
+
+        The tokens before it decide about blanks at the seam, and a seam inside a character is never taken.
+        """
+        output = self.output
+        start = max(0, self.whole_tokens - _SEAM)
+        before = self.rules.decode(output[start : self.whole_tokens])
+        text = self.whole_text + self.rules.decode(output[start:])[len(before) :]
+        if not text.endswith("\ufffd"):
+            self.whole_tokens, self.whole_text = len(output), text
+        return text
 
     def result(self) -> GenerateResult:
         """The finished output."""

@@ -15,6 +15,11 @@ import torch
 #: Temperatures below this are greedy.
 GREEDY_TEMPERATURE = 1e-5
 
+#: How sampled drafts are accepted. "match": the drafted token is the target's own draw at its position, so outputs
+#: equal those of autoregressive decoding with the same seed. "rejection": a drafted token x is accepted with the
+#: target's probability of x, and after a rejection the next choice is made without x.
+ACCEPT_RULES = ("match", "rejection")
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -28,6 +33,7 @@ class SamplingConfig:
         seed: key of the request's randomness.
         stop_ids: ids that end the output; None for those of the target.
         stop_strings: strings that end the output; the text is cut before the first.
+        accept_rule: of sampling, see `ACCEPT_RULES`; both keep the target's law exactly.
     """
 
     max_new_tokens: int = 128
@@ -37,6 +43,7 @@ class SamplingConfig:
     seed: int = 0
     stop_ids: tuple[int, ...] | None = None
     stop_strings: tuple[str, ...] = ()
+    accept_rule: str = "match"
 
     def __post_init__(self) -> None:
         for field in ("max_new_tokens", "top_k", "seed"):
@@ -64,6 +71,8 @@ class SamplingConfig:
             raise ValueError(f"top_p={self.top_p} outside (0, 1]")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} outside 0..2**63-1")
+        if self.accept_rule not in ACCEPT_RULES:
+            raise ValueError(f"accept_rule={self.accept_rule!r}; allowed: {', '.join(ACCEPT_RULES)}")
 
     @property
     def greedy(self) -> bool:
@@ -117,6 +126,15 @@ def uniforms(seed: int, positions: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.array([np.random.Generator(np.random.Philox(key=seed, counter=int(p))).random() for p in positions])
 
 
+def position_generator(seed: int, position: int) -> np.random.Generator:
+    """Any number of draws that belong to one position of one request.
+
+    Four draws use up one count of Philox, so the position stands in a higher word of the counter: streams of different
+    positions never meet each other, nor the draws of `uniforms`.
+    """
+    return np.random.Generator(np.random.Philox(key=seed, counter=(position + 1) << 64))
+
+
 def choose(logits: torch.Tensor, positions: np.ndarray, config: SamplingConfig) -> np.ndarray:
     """The target's token after each row: [n] int64.
 
@@ -132,8 +150,20 @@ def choose(logits: torch.Tensor, positions: np.ndarray, config: SamplingConfig) 
     if config.greedy:
         return argmax_tokens(logits)
     probs = target_probs(logits, config)
-    draws = torch.from_numpy(uniforms(config.seed, positions)).to(logits.device)
-    cumulative = probs.cumsum(-1)
+    return inverse_cdf(probs, torch.from_numpy(uniforms(config.seed, positions)).to(logits.device)).cpu().numpy()
+
+
+def inverse_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """[n] int64, the id of each row at which its cumulative weight passes the draw.
+
+    Args:
+        weights: [n, V] float64, at least 0, any positive sum.
+        draws: [n] float64 in [0, 1).
+
+    Raises:
+        FloatingPointError: weights that are not finite.
+    """
+    cumulative = weights.cumsum(-1)
     _require_finite(cumulative[:, -1])
     ids = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)[:, 0]
-    return ids.clamp_(max=logits.shape[-1] - 1).cpu().numpy()
+    return ids.clamp_(max=weights.shape[-1] - 1)

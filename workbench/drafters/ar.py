@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workbench.budget.table import build_policy
 from workbench.models.target import Target
 from workbench.types import Commit, DraftRequest, DraftTree, Stopwatch, root_tree
 
@@ -14,6 +15,9 @@ class ArDrafter:
     name = "ar"
     taps: tuple[int, ...] = ()
     max_nodes = 0
+
+    def __init__(self) -> None:
+        self.policy = build_policy("full")
 
     def session(self, slots: int, max_len: int) -> ArDrafter:
         """Nothing to keep."""

@@ -13,18 +13,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from workbench.budget.table import build_policy, build_tree_policy
+from workbench.drafters.committed import committed_rows
 from workbench.drafters.dart_files import load_dart
-from workbench.drafters.dart_model import DartModel, rotate
+from workbench.drafters.dart_model import DartModel
+from workbench.drafters.dtype_option import resolve_dtype
+from workbench.drafters.layers import rotate
 from workbench.drafters.trie_option import TRIE, resolve_trie
 from workbench.models.target import Target
 from workbench.paths import data_dir
 from workbench.search.prune import PruneConfig, prune_trees
 from workbench.search.trie import NgramTrie
-from workbench.types import Commit, DraftRequest, DraftTree, Stopwatch, root_tree
+from workbench.types import Commit, DraftRequest, DraftTree, Policy, Stopwatch, root_tree
 
 #: Candidates kept at each position before the search, as published.
 NUM_CANDIDATES = 25
-_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class DartDrafter:
@@ -36,6 +39,7 @@ class DartDrafter:
         taps: three indices into the target's hidden states, ascending.
         trie: n-gram counts; None searches without them.
         prune: settings of the search.
+        policy: decides how much is verified; default everything.
     """
 
     name = "dart"
@@ -47,6 +51,7 @@ class DartDrafter:
         taps: tuple[int, int, int],
         trie: NgramTrie | None = None,
         prune: PruneConfig | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.model = model
         self.embedding = embedding
@@ -54,6 +59,7 @@ class DartDrafter:
         self.trie = trie
         self.prune = prune or PruneConfig()
         self.max_nodes = self.prune.num_nodes
+        self.policy = policy or build_policy("full")
 
     def session(self, slots: int, max_len: int) -> DartSession:
         """New state for `slots` requests of up to `max_len` tokens each."""
@@ -99,26 +105,21 @@ class DartSession:
         Raises:
             ValueError: no taps, a chunk that does not continue its slot, or one beyond `max_len`.
         """
-        counts = np.array([len(t) for t in commit.tokens], np.int64)
-        starts = np.array(commit.starts, np.int64)
-        slots = np.array(commit.slots, np.int64)
-        self._check(commit, slots, starts, counts)
+        model, dtype = self._model, self._keys.dtype
+        rows = committed_rows(commit, self._lengths, self._max_len, model.fc.in_features, self._device)
         parts = [np.append(t[1:], n) for t, n in zip(commit.tokens, commit.next_tokens, strict=True)]
         next_ids = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._device)
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-        positions = torch.from_numpy(positions).to(self._device)
-        slot_of_row = torch.from_numpy(np.repeat(slots, counts)).to(self._device)
-        model, dtype = self._model, self._keys.dtype
         embeddings = self._drafter.embedding(next_ids).to(dtype)
         features, inputs = model.real_rows(commit.taps.to(self._device, dtype), embeddings)
         keys, values = model.key_value(inputs)
-        self._keys[slot_of_row, positions] = rotate(keys, self._cos[positions], self._sin[positions])
-        self._values[slot_of_row, positions] = values
-        newest = torch.from_numpy(np.cumsum(counts) - 1).to(self._device)
-        moved = torch.from_numpy(slots).to(self._device)
+        places = rows.slot_of_row, rows.positions
+        self._keys[places] = rotate(keys, self._cos[rows.positions], self._sin[rows.positions])
+        self._values[places] = values
+        newest = torch.from_numpy(np.cumsum(rows.counts) - 1).to(self._device)
+        moved = torch.from_numpy(rows.slots).to(self._device)
         self._features[moved] = features[newest]
         self._inputs[moved] = inputs[newest]
-        self._lengths[slots] = starts + counts
+        self._lengths[rows.slots] = rows.ends
 
     def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
         """One pruned tree a request, from one forward for all of them."""
@@ -184,18 +185,6 @@ class DartSession:
         probs = torch.softmax(best.float(), dim=-1)
         return self._draft_ids[index].cpu().numpy(), probs.cpu().numpy()
 
-    def _check(self, commit: Commit, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        width = 3 * self._model.config.hidden_size
-        if commit.taps is None or commit.taps.shape != (counts.sum(), width):
-            shape = None if commit.taps is None else list(commit.taps.shape)
-            raise ValueError(f"taps {shape}; needed: [{counts.sum()}, {width}], one row a committed token")
-        for slot, start, count in zip(slots, starts, counts, strict=True):
-            if count < 1 or start not in (0, self._lengths[slot]) or start + count > self._max_len:
-                raise ValueError(
-                    f"slot {slot}: {count} tokens from position {start}; allowed: 1 or more from 0 or "
-                    f"{self._lengths[slot]}, ending at {self._max_len} at the latest"
-                )
-
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Grouped-query attention of few queries, softmax in fp32.
@@ -228,6 +217,8 @@ def build_dart(
     prune: PruneConfig | None = None,
     double_norm: bool = True,
     dtype: str = "auto",
+    policy: str = "full",
+    rows: float = 16.0,
 ) -> DartDrafter:
     """DART: all positions drafted in one forward, pruned to a tree with the help of an n-gram trie.
 
@@ -238,6 +229,8 @@ def build_dart(
         num_nodes: nodes of a tree, the root not counted; ignored when `prune` is given.
         prune: all settings of the search; by default DART's, with the tokenizer's eos as eos.
         double_norm: see `DartModel`.
+        policy, rows: see `workbench.budget.table.build_tree_policy`; "shared" divides `rows` times the requests of a
+            round among their trees by score, as DScale does with chains.
         dtype: of the draft network: "float32", "bfloat16", "float16", or "auto" for the target's dtype, but bfloat16
             on a CPU with instructions for it. A draft only proposes, so this never changes the law of the output.
 
@@ -249,14 +242,16 @@ def build_dart(
     if target.num_layers < 7:
         raise ValueError(f"the target has {target.num_layers} layers; DART needs 7 or more for three different taps")
     folder = Path(path) if path is not None else data_dir() / "embedded" / "dart"
-    model = load_dart(folder, _chosen_dtype(dtype, target), target.device, double_norm)
+    model = load_dart(folder, resolve_dtype(dtype, target), target.device, double_norm)
     for name, needed in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if getattr(model.config, name) != needed:
             raise ValueError(f"{folder}: {name}={getattr(model.config, name)}, but the target has {needed}")
     found = resolve_trie(trie, target, folder / TRIE)
     if prune is None:
         prune = PruneConfig(num_nodes=num_nodes, eos_id=_eos_id(target))
-    return DartDrafter(model, target.embedding, dart_taps(target.num_layers), found, prune)
+    return DartDrafter(
+        model, target.embedding, dart_taps(target.num_layers), found, prune, build_tree_policy(policy, rows)
+    )
 
 
 def dart_taps(num_layers: int) -> tuple[int, int, int]:
@@ -270,13 +265,3 @@ def _eos_id(target: Target) -> int | None:
     if eos in target.stop_ids:
         return eos
     return target.stop_ids[0] if target.stop_ids else None
-
-
-def _chosen_dtype(name: str, target: Target) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"dtype={name!r}; allowed: {', '.join(_DTYPES)}")
-    if name != "auto":
-        return _DTYPES[name]
-    # Eight rows against 20 MB of weights: half the bytes is nearly half the time where the CPU multiplies bfloat16.
-    has_bfloat16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return torch.bfloat16 if target.device.type == "cpu" and has_bfloat16() else target.dtype

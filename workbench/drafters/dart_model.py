@@ -14,25 +14,13 @@ from torch import nn
 from torch.nn import functional
 
 from workbench.drafters.dart_config import DartConfig
+from workbench.drafters.layers import GatedMlp, RmsNorm, rotary
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "relu": functional.relu,
 }
-
-
-class RmsNorm(nn.Module):
-    """RMS norm: mean square in fp32, back to the input's dtype, then the weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., size]."""
-        return functional.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype) * self.weight
 
 
 class DartAttention(nn.Module):
@@ -48,21 +36,6 @@ class DartAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
 
-class DartMlp(nn.Module):
-    """Gated feed-forward block."""
-
-    def __init__(self, config: DartConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self._activation = _ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., H]."""
-        return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DartLayer(nn.Module):
     """The one decoder layer and the representation of a mask slot."""
 
@@ -73,7 +46,7 @@ class DartLayer(nn.Module):
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DartAttention(config)
-        self.mlp = DartMlp(config)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, _ACTIVATIONS[config.hidden_act])
 
 
 class DartModel(nn.Module):
@@ -164,14 +137,6 @@ class DartModel(nn.Module):
         return self.norm(states) if self.double_norm else states
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of positions [...]: two of [..., 1, head_dim / 2] fp32, ready for `rotate`."""
+        """(cos, sin) of positions [...]: two of [..., 1, head_dim / 2] fp32, ready for `layers.rotate`."""
         config = self.config
-        exponents = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-        angles = positions.float().unsqueeze(-1) / config.rope_factor / config.rope_theta**exponents
-        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, rotate-half form, in fp32: x [..., heads, head_dim], cos and sin [..., 1, head_dim / 2]."""
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+        return rotary(positions, config.head_dim, config.rope_theta, config.rope_factor)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench.budget.table import build_policy, build_tree_policy
 from workbench.drafters.trie_option import TRIE, resolve_trie
 from workbench.models.target import Target
 from workbench.paths import data_dir
 from workbench.search.trie import NgramTrie
-from workbench.types import MAX_TREE_ROWS, Commit, DraftRequest, DraftTree, Stopwatch
+from workbench.types import MAX_TREE_ROWS, Commit, DraftRequest, DraftTree, Policy, Stopwatch
 
 
 class NgramDrafter:
@@ -22,6 +23,7 @@ class NgramDrafter:
         trie: n-gram counts.
         num_nodes: nodes of a tree, root not counted, 1..63.
         branching: continuations tried behind each node, at least 1.
+        policy: decides how much is verified; default everything.
 
     Raises:
         ValueError: an argument out of range.
@@ -30,12 +32,13 @@ class NgramDrafter:
     name = "ngram"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, trie: NgramTrie, num_nodes: int = 16, branching: int = 4) -> None:
+    def __init__(self, trie: NgramTrie, num_nodes: int = 16, branching: int = 4, policy: Policy | None = None) -> None:
         if not 1 <= num_nodes < MAX_TREE_ROWS:
             raise ValueError(f"num_nodes={num_nodes} outside 1..{MAX_TREE_ROWS - 1}")
         if branching < 1:
             raise ValueError(f"branching={branching} must be at least 1")
         self.trie, self.max_nodes, self.branching = trie, num_nodes, branching
+        self.policy = policy or build_policy("full")
 
     def session(self, slots: int, max_len: int) -> NgramDrafter:
         """Nothing to keep: the context is in the request."""
@@ -82,6 +85,8 @@ def build_ngram(
     trie: NgramTrie | str | Path = "default",
     num_nodes: int = 16,
     branching: int = 4,
+    policy: str = "full",
+    rows: float = 8.0,
 ) -> NgramDrafter:
     """Trees of the most probable continuations by n-gram counts alone.
 
@@ -90,6 +95,8 @@ def build_ngram(
         path: a saved trie; the same as naming it in `trie`.
         trie: a trie or its file; "default" takes the shipped one of the embedded target.
         num_nodes, branching: see `NgramDrafter`.
+        policy, rows: see `workbench.budget.table.build_tree_policy`; "shared" divides `rows` times the requests
+            of a round among their trees by score.
 
     Raises:
         ValueError: no trie is known for the target, or it does not fit it.
@@ -101,4 +108,4 @@ def build_ngram(
     found = resolve_trie(path or trie, target, data_dir() / "embedded" / "dart" / TRIE)
     if found is None:
         raise ValueError(f"trie={trie!r}: this drafter is nothing without a trie; name a file")
-    return NgramDrafter(found, num_nodes, branching)
+    return NgramDrafter(found, num_nodes, branching, build_tree_policy(policy, rows))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from workbench.budget.table import build_policy
 from workbench.drafters.ar import refuse_path
 from workbench.models.reference import greedy_continuation
 from workbench.models.target import Target
-from workbench.types import Commit, DraftRequest, DraftTree, Stopwatch, chain_tree
+from workbench.types import Commit, DraftRequest, DraftTree, Policy, Signals, Stopwatch, chain_tree
 
 #: (target, text, number of tokens) -> what the target puts behind the text
 Continuation = Callable[[Target, Sequence[int], int], Iterator[int]]
@@ -42,6 +43,31 @@ class _Greedy:
         return self._known[len(text) : len(text) + count]
 
 
+class OracleScorer:
+    """Knows how much of each chain greedy verification accepts: score 1 up to there, 0 behind.
+
+    Costs real target steps for every draft, so this bounds what a predictor can reach and is no method to time.
+
+    Args:
+        target: whose greedy continuation is the truth.
+        continuation: see `ForesightDrafter`.
+    """
+
+    def __init__(self, target: Target, continuation: Continuation = greedy_continuation) -> None:
+        self._target, self._continuation = target, continuation
+        self._greedy: dict[int, _Greedy] = {}
+
+    def __call__(self, signals: Signals) -> np.ndarray:
+        """See `Scorer`."""
+        drafted = signals.tokens.cpu().numpy()
+        scores = np.zeros(drafted.shape, np.float32)
+        for row, request in enumerate(signals.requests):
+            greedy = self._greedy.setdefault(request.slot, _Greedy(self._target, self._continuation))
+            truth = greedy.after(request.tokens, drafted.shape[1])
+            scores[row, : len(truth)] = np.cumprod(drafted[row, : len(truth)] == truth)
+        return scores
+
+
 class ForesightSession:
     """Chains made from the target's own continuation, changed where `is_right` says so."""
 
@@ -66,7 +92,7 @@ class ForesightSession:
         position = len(request.tokens)
         vocab = self._drafter.target.vocab_size
         drafted = [t if self._drafter.is_right(position + i) else (t + 1) % vocab for i, t in enumerate(truth)]
-        return chain_tree(int(request.tokens[-1]), drafted)
+        return chain_tree(int(request.tokens[-1]), drafted, self._drafter.accuracy ** np.arange(1, len(drafted) + 1))
 
 
 class ForesightDrafter:
@@ -79,6 +105,7 @@ class ForesightDrafter:
         draft_len: length of the chain.
         seed: key of the choices.
         continuation: where the target's tokens come from; by default they are decoded step by step.
+        policy: decides how much is verified; default everything. The scores it sees are powers of `accuracy`.
     """
 
     taps: tuple[int, ...] = ()
@@ -91,6 +118,7 @@ class ForesightDrafter:
         draft_len: int = 7,
         seed: int = 0,
         continuation: Continuation = greedy_continuation,
+        policy: Policy | None = None,
     ) -> None:
         if not 0.0 <= accuracy <= 1.0:
             raise ValueError(f"accuracy={accuracy} outside [0, 1]")
@@ -98,6 +126,7 @@ class ForesightDrafter:
             raise ValueError(f"draft_len={draft_len} must be at least 1")
         self.target, self.name, self.accuracy, self.seed = target, name, accuracy, seed
         self.max_nodes, self.continuation = draft_len, continuation
+        self.policy = policy or build_policy("full")
 
     def is_right(self, position: int) -> bool:
         """Whether the draft at this position is the target's token."""
@@ -123,6 +152,7 @@ class ScriptedDrafter:
             raise ValueError("script is empty; at least one chain of token ids is needed")
         self.script = tuple(tuple(chain) for chain in script)
         self.max_nodes = max(len(chain) for chain in self.script)
+        self.policy = build_policy("full")
 
     def session(self, slots: int, max_len: int) -> ScriptedSession:
         """A session that counts the rounds of every slot."""

@@ -259,14 +259,16 @@ def _seconds_per_token(batches: Sequence[Batch]) -> float:
 
 
 def comparison_checks(
-    rows: Sequence[Mapping[str, Any]], goal_tau: float, goal_speedup: float, sampled: bool = False, suffix: str = ""
+    rows: Sequence[Mapping[str, Any]],
+    goals: Mapping[str, tuple[float, float]] | None = None,
+    sampled: bool = False,
+    suffix: str = "",
 ) -> dict[str, Check]:
     """Checks of a comparison: losslessness of everything, then tau and speed-up of each method over all sets.
 
     Args:
         rows: of a `Comparison`.
-        goal_tau, goal_speedup: least values; 0 or less makes the check informative only, and so does being a variant
-            such as `dart:trie=none`, which is there to be compared.
+        goals: method -> least (tau, speed-up); 0 or less, or no entry, makes a check informative only.
         sampled: whether the outputs were sampled, for the name of the first check.
         suffix: appended to the names, to tell runs of different settings apart.
     """
@@ -275,7 +277,6 @@ def comparison_checks(
     last = rows[-1]["prompt_set"]
     for row in rows:
         if row["prompt_set"] == last and row["method"] != BASELINE:
-            for name, goal in (("tau", goal_tau), ("speedup", goal_speedup)):
-                has_goal = goal > 0 and ":" not in row["method"]
-                checks[f"{row['method']}_{name}{suffix}"] = Check(row[name], goal if has_goal else None)
+            for name, goal in zip(("tau", "speedup"), (goals or {}).get(row["method"], (0, 0)), strict=True):
+                checks[f"{row['method']}_{name}{suffix}"] = Check(row[name], goal if goal > 0 else None)
     return checks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,25 @@ def pool_rounds(results: Sequence[GenerateResult]) -> dict[str, Any]:
     }
 
 
+def depth_counts(results: Sequence[GenerateResult]) -> dict[str, list[int]]:
+    """Counts over all rounds of `results` that can be added up over runs.
+
+    Returns:
+        offered, reached: entry d-1 is the number of rounds that verified a node of depth d, and that accepted one.
+        accepted: entry a is the number of rounds that accepted a drafted tokens.
+    """
+    rounds = [r for result in results for r in result.rounds]
+    accepted = np.bincount([r.num_accepted for r in rounds], minlength=1)
+    offered = np.bincount([r.max_depth for r in rounds], minlength=1)
+    deepest = max((r.max_depth for r in rounds), default=0)
+    reached = [int(accepted[depth:].sum()) for depth in range(1, deepest + 1)]
+    return {
+        "offered": [int(offered[depth:].sum()) for depth in range(1, deepest + 1)],
+        "reached": reached,
+        "accepted": accepted.tolist(),
+    }
+
+
 def round_rows(results: Sequence[GenerateResult]) -> list[dict[str, Any]]:
     """One table row a round: prompt and round (from 0), drafted, verified, accepted, emitted, ms of all its stages."""
     return [
@@ -72,3 +92,81 @@ def round_rows(results: Sequence[GenerateResult]) -> list[dict[str, Any]]:
         for number, result in enumerate(results)
         for i, r in enumerate(result.rounds)
     ]
+
+
+def percentiles(values: Sequence[float], ranks: Sequence[float] = (50, 95, 99)) -> list[float]:
+    """Values below which `ranks` per cent of `values` lie, interpolated between neighbours; NaN without values.
+
+    Raises:
+        ValueError: a rank outside 0..100.
+    """
+    if not all(0 <= rank <= 100 for rank in ranks):
+        raise ValueError(f"ranks={list(ranks)} outside 0..100")
+    if not len(values):
+        return [float("nan")] * len(ranks)
+    return np.percentile(np.asarray(values, np.float64), ranks).tolist()
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    """The mean of ratios: two times faster and two times slower cancel. NaN without any.
+
+    Raises:
+        ValueError: a ratio that is not positive and finite.
+    """
+    return float(np.exp(_logarithms(ratios).mean())) if len(ratios) else float("nan")
+
+
+def bootstrap_interval(
+    ratios: Sequence[float], level: float = 0.95, resamples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the geometric mean: `ratios` are drawn again with replacement.
+
+    Args:
+        ratios: one a cell.
+        level: share of the resampled means that lie inside.
+        resamples: how often all of them are drawn again.
+        seed: of the draws.
+
+    Returns:
+        Lower and upper bound; NaN for fewer than two ratios, which say nothing about their spread.
+
+    Raises:
+        ValueError: a ratio that is not positive and finite, or an argument out of range.
+    """
+    if not 0.0 < level < 1.0:
+        raise ValueError(f"level={level} outside (0, 1)")
+    if resamples < 1:
+        raise ValueError(f"resamples={resamples} must be at least 1")
+    logs = _logarithms(ratios)
+    if len(logs) < 2:
+        return float("nan"), float("nan")
+    drawn = np.random.default_rng(seed).integers(0, len(logs), (resamples, len(logs)))
+    tail = 50 * (1 - level)
+    low, high = np.exp(percentiles(logs[drawn].mean(axis=1), (tail, 100 - tail)))
+    return float(low), float(high)
+
+
+def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of repeated measurements, field by field, with the fields of the first row.
+
+    Numbers and mappings of numbers become medians (a name that a mapping lacks is left out of its median); values that
+    are missing (None) in any row stay missing; text is that of the first row.
+    """
+    first = rows[0]
+    return {name: _median([row[name] for row in rows]) for name in first}
+
+
+def _median(values: Sequence[Any]) -> Any:
+    if any(value is None for value in values) or isinstance(values[0], str):
+        return values[0] if isinstance(values[0], str) else None
+    if isinstance(values[0], Mapping):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _median([value[name] for value in values if name in value]) for name in names}
+    return float("nan") if any(value != value for value in values) else median(values)
+
+
+def _logarithms(ratios: Sequence[float]) -> np.ndarray:
+    values = np.asarray(ratios, np.float64)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(f"ratios={values.tolist()!r:.120} must be positive and finite")
+    return np.log(values)

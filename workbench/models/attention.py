@@ -19,6 +19,12 @@ from workbench.models.packed import PackedRows
 
 ATTENTION_NAME = "workbench_packed"
 
+#: Shapes of a tile that can be asked for.
+TILE_VARIANTS = ("paper", "rows16", "rows128", "packed")
+
+#: (query [M, H, D], keys and values of one layer's cache, rows, scale) -> [M, H, D]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedRows, float], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class PackedCall:
@@ -26,7 +32,7 @@ class PackedCall:
 
     rows: PackedRows
     cache: SlotCache
-    attend: Callable[..., torch.Tensor]
+    attend: Attend
 
 
 def packed_attention(
@@ -58,25 +64,58 @@ def packed_attention(
     index = module.layer_idx
     cache.write(index, rows.slot_of_row, rows.kv_row, key[0].transpose(0, 1), value[0].transpose(0, 1))
     k_cache, v_cache = cache.layer(index)
-    out = packed.attend(
-        query[0].transpose(0, 1),
-        k_cache,
-        v_cache,
-        rows.slots,
-        rows.starts,
-        rows.kv_len,
-        rows.additive_masks(query.dtype),
-        scaling,
-    )
+    out = packed.attend(query[0].transpose(0, 1), k_cache, v_cache, rows, scaling)
     return out.unsqueeze(0), None
 
 
-def attention_kernel() -> Callable[..., torch.Tensor]:
-    """The attention over the slot cache; see `kernels.ref.tile_attention` for its arguments."""
+def plain_attention() -> Attend:
+    """Plain torch, one request after another; any device."""
     add_own_kernels()
     from kernels.ref.tile_attention import tile_attention  # after the path is known: another `kernels` may exist
 
-    return tile_attention
+    def attend(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PackedRows, scale: float
+    ) -> torch.Tensor:
+        masks = rows.additive_masks(query.dtype)
+        return tile_attention(query, keys, values, rows.slots, rows.starts, rows.kv_len, masks, scale)
+
+    return attend
+
+
+def tile_attention_of(variant: str) -> Attend:
+    """The Triton kernels, all requests in one launch; see `kernels.tile_attention` for the variants."""
+    add_own_kernels()
+    from kernels.tile_attention import tile_attention
+
+    def attend(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PackedRows, scale: float
+    ) -> torch.Tensor:
+        m = rows.on_device()
+        sizes = (m.max_rows, m.max_context)
+        return tile_attention(
+            query, keys, values, m.slots, m.starts, m.context_len, m.ancestors, scale, *sizes, variant
+        )
+
+    return attend
+
+
+def attention_by_name(name: str, device: torch.device) -> Attend:
+    """The attention of a target.
+
+    Args:
+        name: "plain", "tile" (the kernels, choosing their own tile), "tile:<variant>", or "auto" for "tile" on a CUDA
+            device and "plain" elsewhere.
+        device: where the target is.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name == "auto":
+        name = "tile" if device.type == "cuda" else "plain"
+    kind, _, variant = name.partition(":")
+    if name != "plain" and (kind != "tile" or variant not in ("", *TILE_VARIANTS)):
+        raise ValueError(f"attention={name!r}; allowed: auto, plain, tile, tile:{', tile:'.join(TILE_VARIANTS)}")
+    return plain_attention() if name == "plain" else tile_attention_of(variant or "auto")
 
 
 def register() -> None:

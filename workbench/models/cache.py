@@ -17,6 +17,11 @@ class SlotCache:
     Args:
         num_layers, slots, max_len, num_kv_heads, head_dim: sizes.
         dtype, device: of the stored tensors.
+
+    Attributes:
+        kv: [layers, 2, slots, max_len + 1, Hk, D], index 1 is key / value.
+        max_len: rows a slot has for tokens; also the number of the dead row behind them, where rows that belong to no
+            request put what must be put somewhere.
     """
 
     def __init__(
@@ -29,21 +34,16 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        #: [layers, 2, slots, max_len, Hk, D], index 1 is key / value
-        self.kv = torch.zeros(num_layers, 2, slots, max_len, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.max_len = max_len
+        self.kv = torch.zeros(num_layers, 2, slots, max_len + 1, num_kv_heads, head_dim, dtype=dtype, device=device)
 
     @property
     def slots(self) -> int:
         """Number of requests that fit."""
         return self.kv.shape[2]
 
-    @property
-    def max_len(self) -> int:
-        """Rows a slot has."""
-        return self.kv.shape[3]
-
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views (keys, values) of one layer, each [slots, max_len, Hk, D]."""
+        """Views (keys, values) of one layer, each [slots, max_len + 1, Hk, D]."""
         return self.kv[index, 0], self.kv[index, 1]
 
     def write(

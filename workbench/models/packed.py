@@ -10,8 +10,29 @@ import torch
 
 
 @dataclass(frozen=True)
+class RowMetadata:
+    """Who may attend what, on the device: what kernels read of the packed rows.
+
+    Attributes:
+        slots: [R] int64.
+        starts: [R+1] int64.
+        context_len: [R] int64.
+        ancestors: [M] int64, the 64 bits of each row, or None for causal rows.
+        max_rows: rows of the longest request.
+        max_context: longest context.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    context_len: torch.Tensor
+    ancestors: torch.Tensor | None
+    max_rows: int
+    max_context: int
+
+
+@dataclass(frozen=True)
 class PackedRows:
-    """M rows of R requests in one flat buffer.
+    """M rows of R requests in one flat buffer; rows behind the last request's are sentinels that nobody reads.
 
     Attributes:
         tokens: [M] int64.
@@ -23,6 +44,7 @@ class PackedRows:
         slots: [R] cache slots.
         starts: [R+1] first row of each request.
         context_len: [R] committed rows of each request.
+        metadata: the last four on the device; None makes `on_device` copy them there.
     """
 
     tokens: torch.Tensor
@@ -33,17 +55,34 @@ class PackedRows:
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     context_len: tuple[int, ...]
+    metadata: RowMetadata | None = None
     _masks: dict[torch.dtype, list[torch.Tensor | None]] = field(default_factory=dict, repr=False)
+    _copied: list[RowMetadata] = field(default_factory=list, repr=False)
 
     @property
-    def num_rows(self) -> int:
-        """M."""
+    def num_live(self) -> int:
+        """Rows that belong to a request; those from here to M are sentinels."""
         return self.starts[-1]
 
     @property
     def kv_len(self) -> tuple[int, ...]:
         """[R] cache rows each request may see: its context plus its own rows."""
         return tuple(c + b - a for c, a, b in zip(self.context_len, self.starts, self.starts[1:], strict=False))
+
+    def on_device(self) -> RowMetadata:
+        """The metadata for kernels; copied at most once a forward."""
+        if self.metadata is not None:
+            return self.metadata
+        if not self._copied:
+            device, num_requests = self.tokens.device, len(self.slots)
+            numbers = torch.tensor([*self.slots, *self.starts, *self.context_len]).to(device)
+            slots, starts, context_len = numbers.split([num_requests, num_requests + 1, num_requests])
+            bits = None
+            if self.ancestors is not None:
+                bits = torch.from_numpy(self.ancestors.view(np.int64)).to(device)
+            longest = max(b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
+            self._copied.append(RowMetadata(slots, starts, context_len, bits, longest, max(self.context_len)))
+        return self._copied[0]
 
     def additive_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """Per request [m, context + m] with 0 or -inf; None where plain causal or full attention says the same.

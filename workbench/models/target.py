@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workbench.models.attention import ATTENTION_NAME, PackedCall, attention_kernel, register
+from workbench.models.attention import ATTENTION_NAME, PackedCall, attention_by_name, register
 from workbench.models.cache import SlotCache
 from workbench.models.packed import PackedRows, causal_rows
 
@@ -43,6 +43,7 @@ class Target:
         name: how reports call it.
         context_limit: most tokens (prompt and output) of a request; default `max_position_embeddings`.
         stop_ids: ids that end an output; default: eos ids of the generation config, then of the tokenizer.
+        attention: see `attention_by_name`.
 
     Raises:
         ValueError: a model that packed rows do not cover (checked by running six tokens both ways), or a limit outside
@@ -56,11 +57,12 @@ class Target:
         name: str = "",
         context_limit: int | None = None,
         stop_ids: Sequence[int] | None = None,
+        attention: str = "auto",
     ) -> None:
         _check_supported(model)
         register()
         self.model = model.eval()
-        self._attend = attention_kernel()
+        self._attend = attention_by_name(attention, model.get_input_embeddings().weight.device)
         self.tokenizer = tokenizer
         self.config = model.config
         self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type

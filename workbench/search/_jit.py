@@ -1,9 +1,8 @@
 """Compiled inner loops of the search stage: trie look-ups, back-off and the pruning of draft trees.
 
-All compiled look-up and pruning code is in this one file, because numba's on-disk cache watches only the file of the
-function that is called: a callee edited elsewhere would go unnoticed. Nothing here checks arguments; the callers
-(`trie.py`, `prune.py`) do. Array contents of a trie are not trusted: child ranges are clamped, so a damaged file can
-give wrong probabilities but no read outside the arrays.
+All compiled look-up and pruning code is in this one file (see `workbench.jit`). Nothing here checks arguments; the
+callers (`trie.py`, `prune.py`) do. Array contents of a trie are not trusted: child ranges are clamped, so a damaged
+file can give wrong probabilities but no read outside the arrays.
 
 `trie` is always the tuple of `NgramTrie.arrays()`:
 (tokens, counts, starts, overflow_nodes, overflow_counts, num_roots, max_context).
@@ -12,12 +11,11 @@ give wrong probabilities but no read outside the arrays.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from workbench.jit import compiled
 
 #: Stored count that means "look into the overflow table".
 COUNT_OVERFLOW = 65535
-
-compiled = njit(nogil=True, cache=True, error_model="numpy")
 
 
 @compiled

@@ -1,26 +1,22 @@
 """DART's objective: prefix-shared masked training with the target's own distribution as the teacher.
 
-Paper arXiv 2601.19278, section on training; alignment and masks are those of inference. Tapped states hold single
-dimensions hundreds of times larger than the rest, so the network is trained on taps divided by their root mean
-square, which `export_dart` folds into `fc`: files keep the published layout.
+Paper arXiv 2601.19278, section on training; alignment and masks are those of inference.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask
 
 from workbench.drafters.dart_config import DartConfig
-from workbench.drafters.dart_model import DartModel, rotate
+from workbench.drafters.dart_model import DartModel
+from workbench.drafters.layers import rotate
+from workbench.train.block_objective import BlockObjective, randomise
 from workbench.train.losses import distill, distill_chunk, position_weights
-from workbench.train.masks import Attention, DenseAttention, FlexAttention, FlexBlocks
-from workbench.train.packing import PackedBatch
+from workbench.train.masks import Attention
+from workbench.train.packing import BlockRule, PackedBatch
 from workbench.train.teacher import Features, FeatureSource
 
 
@@ -97,20 +93,18 @@ def _blocks(real: torch.Tensor, mask: torch.Tensor, num_masks: int) -> torch.Ten
     return torch.cat([real.unsqueeze(2), masks], dim=2)
 
 
-class DartObjective:
+class DartObjective(BlockObjective):
     """Loss of a DART network on packed batches.
 
     Args:
         model: trained in place.
-        embedding: [V, H], the target's input embedding; frozen.
+        embedding, features, tap_scale, compiled, sparse: see `BlockObjective`.
         head: [V, H], the target's output head; frozen.
-        features: target states of a batch.
-        tap_scale: [3H] fp32, factor of every tapped dimension (see `tap_scale_of`).
         loss: settings.
-        compiled: compile the forward and the loss (CUDA).
-        sparse: use the sparse attention, which is only fast when compiled.
         chunk_rows: draft rows whose logits exist at once.
     """
+
+    measure = "kl"
 
     def __init__(
         self,
@@ -124,34 +118,23 @@ class DartObjective:
         sparse: bool = False,
         chunk_rows: int = 16384,
     ) -> None:
-        self.module = model
+        super().__init__(model, embedding, features, tap_scale, model.config.depth, True, compiled, sparse)
         self.settings = loss or DartLoss()
-        self._features, self._chunk_rows, self._sparse = features, chunk_rows, sparse
-        self._embedding = embedding.detach()
+        self._chunk_rows = chunk_rows
         self._teacher_head = head.detach()[model.draft_ids.to(head.device)].contiguous()
-        self._tap_scale = tap_scale.to(self.device)
         self._weights = position_weights(model.config.depth, self.settings.gamma, self.device)
-        self._flex: FlexBlocks | None = None
-        compiler = functools.partial(torch.compile, dynamic=False) if compiled else lambda function: function
-        self._states, self._chunk, self._mass = map(compiler, (self._forward, distill_chunk, _mass))
+        self._chunk, self._mass = self._compile(distill_chunk), self._compile(_mass)
 
-    def over(self, features: FeatureSource) -> DartObjective:
-        """The same network, loss and compiled code over another source of target states."""
-        other = copy.copy(self)
-        other._features = features
-        return other
+    @property
+    def rule(self) -> BlockRule:
+        """The anchor is the newest real row; the root follows it."""
+        return BlockRule(self.module.config.depth, root=1)
 
     @property
     def identity(self) -> str:
         """Settings of the loss, and a digest of draft ids and tap scales."""
-        digest = hashlib.sha256(self.module.draft_ids.cpu().numpy().tobytes())
-        digest.update(self._tap_scale.float().cpu().numpy().tobytes())
-        return f"{self.settings} double_norm={self.module.double_norm} ids and scales {digest.hexdigest()[:16]}"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the network is."""
-        return self.module.fc.weight.device
+        digest = self._digest(self.module.draft_ids)
+        return f"{self.settings} double_norm={self.module.double_norm} ids and scales {digest}"
 
     def loss(self, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sum over positions of gamma^t times the mean divergence of the rows at that position.
@@ -159,12 +142,12 @@ class DartObjective:
         Metrics: `kl` [d] and `agree` [d], means over valid rows: divergence, and how often draft and target prefer
         the same id.
         """
-        found = self._features(batch)
+        found = self.features(batch)
         states = self.states(batch, found)
         teacher = functional.linear(found.hidden, self._teacher_head)
         valid = batch.valid.float()
         counts = valid.sum((0, 1)).clamp(min=1.0)  # [d]
-        places = batch.slot_places(self.module.config.depth)
+        places = batch.teacher_places
         weight = valid * self._weights / counts
         if self.settings.weigh_by_mass:
             mass = self._mass(teacher, found.log_total)
@@ -182,62 +165,37 @@ class DartObjective:
             self._chunk_rows,
             self._chunk,
         )
-        share = (valid / counts).flatten(0, 1)  # [B * A, d]
-        depth = self.module.config.depth
-        metrics = {name: (share * v.view(-1, depth)).sum(0) for name, v in (("kl", kl), ("agree", agree))}
+        share = valid / counts
+        metrics = {name: (share * v.view(share.shape)).sum((0, 1)) for name, v in (("kl", kl), ("agree", agree))}
         return loss, metrics
 
-    @torch.no_grad()
-    def candidates(self, batch: PackedBatch, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Drafts of every block as inference makes them, under dense attention.
+    def read_tokens(self, batch: PackedBatch) -> torch.Tensor:
+        """[B, T], the token behind each place."""
+        return batch.next_tokens
 
-        Returns:
-            (target ids [B, A, d, C] int64 best first; probabilities over them, fp32; divergence from the target
-            [B, A, d], fp32).
-        """
-        found = self._features(batch)
-        places = (found.taps, batch.next_tokens, batch.positions, batch.anchors, batch.starts)
-        half = found.taps.dtype != self.module.fc.weight.dtype
-        with torch.autocast(self.device.type, found.taps.dtype if half else torch.bfloat16, enabled=half):
-            logits = self.module.lm_head(self._forward(*places, dense=True)).float()
-        best, index = logits.topk(min(num_candidates, logits.shape[-1]), dim=-1)
-        places = batch.slot_places(self.module.config.depth)
+    def block_states(self, taps, embeddings, positions, anchors, attention: Attention) -> torch.Tensor:
+        """See the function."""
+        return block_states(self.module, taps, embeddings, positions, anchors, attention)
+
+    def draft_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Every slot drafts."""
+        return self.module.lm_head(states)
+
+    def target_ids(self, index: torch.Tensor) -> torch.Tensor:
+        """Through the draft vocabulary."""
+        return self.module.draft_ids[index]
+
+    def judge(self, logits: torch.Tensor, batch: PackedBatch, found: Features) -> torch.Tensor:
+        """Divergence from the target inside the draft vocabulary."""
+        places = batch.teacher_places
         rows = torch.arange(len(places), device=places.device)[:, None, None]
         wanted = functional.linear(found.hidden, self._teacher_head)[rows, places].float().log_softmax(-1)
-        kl = (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1)
-        return self.module.draft_ids[index], best.softmax(-1), kl
-
-    def states(self, batch: PackedBatch, found: Features) -> torch.Tensor:
-        """[B, A, d, H] inputs of the head for every block of a batch."""
-        return self._states(found.taps, batch.next_tokens, batch.positions, batch.anchors, self._mask(batch))
-
-    def _mask(self, batch: PackedBatch) -> BlockMask | torch.Tensor:
-        if not self._sparse:
-            return batch.starts
-        num_rows, num_reals = batch.tokens.shape
-        if self._flex is None:
-            depth = self.module.config.depth
-            self._flex = FlexBlocks(num_rows, num_reals, batch.anchors.shape[1], depth, batch.tokens.device)
-        return self._flex.update(batch.anchors, batch.starts)
-
-    def _forward(self, taps, next_tokens, positions, anchors, mask, dense: bool = False) -> torch.Tensor:
-        model = self.module
-        if self._sparse and not dense:
-            attention: Attention = FlexAttention(mask)
-        else:
-            attention = DenseAttention(anchors, mask, positions.shape[1], model.config.depth)
-        scaled = (taps * self._tap_scale).to(taps.dtype)
-        return block_states(model, scaled, self._embedding[next_tokens], positions, anchors, attention)
+        return (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1)
 
 
 def _mass(teacher: torch.Tensor, log_total: torch.Tensor) -> torch.Tensor:
     """Target probability of the draft vocabulary: logits [B, T, V_d] and their full logsumexp [B, T] -> [B, T]."""
     return (teacher.float().logsumexp(-1) - log_total).exp().clamp(max=1.0)
-
-
-def tap_scale_of(rms: torch.Tensor) -> torch.Tensor:
-    """1 / rms of every tapped dimension; dimensions that never move are left alone."""
-    return torch.where(rms > 1e-6, 1.0 / rms.clamp(min=1e-6), 1.0)
 
 
 def new_dart(
@@ -261,22 +219,12 @@ def new_dart(
     generator = torch.Generator().manual_seed(seed)
     model = DartModel(config, double_norm)
     model.set_draft_ids(draft_ids.cpu())
+    randomise(model, generator)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
-            elif name.endswith("mask_rep"):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        model.midlayer.mask_rep.copy_(torch.randn(model.midlayer.mask_rep.shape, generator=generator))
         # The layer starts as a small change of its residual.
         model.midlayer.self_attn.o_proj.weight.mul_(0.5)
         model.midlayer.mlp.down_proj.weight.mul_(0.5)
         head = target_head[draft_ids.to(target_head.device)].float().cpu()
         model.lm_head.weight.copy_(head if final_norm is None else head * final_norm.float().cpu())
     return model
-
-
-def export_dart(model: DartModel, tap_scale: torch.Tensor) -> DartModel:
-    """A copy that takes unscaled taps: the scale is folded into `fc`."""
-    exported = copy.deepcopy(model).requires_grad_(False).eval()
-    exported.fc.weight.mul_(tap_scale.to(exported.fc.weight))
-    return exported

@@ -7,8 +7,34 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from workbench.train.data import Corpus, RowOrder
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Where the draft blocks of a method stand, and which tokens they draft.
+
+    A block drafts the d tokens behind its root, the newest token that is decided. It is named by its anchor, the place
+    that its slot 0 stands for: whatever lies before the anchor is the block's context.
+
+    Attributes:
+        depth: d, drafted positions.
+        root: places from the anchor to the root: 1 where the anchor is the newest token with known target states
+            (DART), 0 where it is the root itself (DFlash).
+
+    Raises:
+        ValueError: depth below 1, or root below 0.
+    """
+
+    depth: int
+    root: int = 1
+
+    def __post_init__(self) -> None:
+        for name, low in (("depth", 1), ("root", 0)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)}; allowed: {low} or more")
 
 
 @dataclass(frozen=True)
@@ -20,10 +46,11 @@ class PackedBatch:
         filled: [B, T] bool, the place holds a token.
         tokens: [B, T] int64.
         positions: [B, T] int64, position inside the sample.
-        anchors: [B, A] int64, place of the newest real row of every block, ascending among the used blocks.
+        anchors: [B, A] int64, place of every block's anchor, ascending among the used blocks.
         used: [B, A] bool, the block exists; others have anchor 0 and count nowhere.
-        valid: [B, A, d] bool, slot s of the block drafts a response token of the same sample.
+        valid: [B, A, d] bool, position k of the block drafts a response token of the same sample.
         sampled: [B, A] bool, the block's sample was drawn at temperature 1.
+        rule: what the blocks are.
     """
 
     index: torch.Tensor
@@ -34,6 +61,7 @@ class PackedBatch:
     used: torch.Tensor
     valid: torch.Tensor
     sampled: torch.Tensor
+    rule: BlockRule
 
     @property
     def starts(self) -> torch.Tensor:
@@ -45,9 +73,19 @@ class PackedBatch:
         """[B, T] int64, the token behind each place (of no meaning at the end of a sample)."""
         return self.tokens.roll(-1, dims=1)
 
-    def slot_places(self, depth: int) -> torch.Tensor:
-        """[B, A, d] int64: the place whose target logits teach each slot (the last place where not valid)."""
-        steps = torch.arange(1, depth + 1, device=self.anchors.device)
+    @property
+    def teacher_places(self) -> torch.Tensor:
+        """[B, A, d] int64: the place whose target logits teach each drafted position (of no meaning if not valid)."""
+        return self._behind_root(0)
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """[B, A, d] int64: the token that each drafted position should say (of no meaning where not valid)."""
+        return self.tokens.gather(1, self._behind_root(1).flatten(1)).view(self.valid.shape)
+
+    def _behind_root(self, first: int) -> torch.Tensor:
+        """[B, A, d] int64, the d places from `first` behind the root on, no further than the last place of the row."""
+        steps = torch.arange(self.rule.depth, device=self.anchors.device) + self.rule.root + first
         return (self.anchors[..., None] + steps).clamp(max=self.tokens.shape[1] - 1)
 
 
@@ -63,45 +101,63 @@ class TokenTable:
         lengths = corpus.lengths
         positions = np.arange(len(corpus.tokens)) - np.repeat(corpus.offsets[:-1], lengths)
         left = np.repeat(lengths, lengths) - 1 - positions
-        prompt_len = np.repeat(corpus.prompt_len, lengths)
-        # A draft follows a root from the response, so the newest real row is at least the last prompt token.
-        drafts = (positions >= prompt_len - 1) & (left >= 2)
         self.device = torch.device(device)
         self._tokens = torch.from_numpy(corpus.tokens).to(device)
         self._positions = torch.from_numpy(positions.astype(np.int32)).to(device)
         self._left = torch.from_numpy(left.astype(np.int32)).to(device)
-        self._drafts = torch.from_numpy(drafts).to(device)
+        self._prompt_len = torch.from_numpy(np.repeat(corpus.prompt_len, lengths)).to(device)
         self._sampled = torch.from_numpy(np.repeat(corpus.sampled, lengths)).to(device)
 
+    def __len__(self) -> int:
+        """Tokens of the corpus."""
+        return len(self._tokens)
+
     @property
-    def response_mask(self) -> torch.Tensor:
-        """[T] bool, places that a draft may follow."""
-        return self._drafts
+    def responses(self) -> torch.Tensor:
+        """[tokens] bool, the token belongs to a response."""
+        return self._positions >= self._prompt_len
+
+    def anchors(self, rule: BlockRule, index: torch.Tensor) -> torch.Tensor:
+        """Bool, of the shape of `index` (places in the corpus): the place can be the anchor of a block.
+
+        Its root is then a response token, and at least one more follows it.
+        """
+        root = self._positions[index] + rule.root
+        return (root >= self._prompt_len[index]) & (self._left[index] >= rule.root + 1)
 
     def batch(
-        self, rows: torch.Tensor, num_blocks: int, depth: int, generator: torch.Generator | None = None
+        self,
+        rows: torch.Tensor,
+        num_blocks: int,
+        rule: BlockRule,
+        generator: torch.Generator | None = None,
+        skip: int = 0,
     ) -> PackedBatch:
         """Gathers rows and draws the prefixes that are drafted from.
 
         Args:
             rows: [B, T] integer indices into the corpus, -1 for empty places.
             num_blocks: A.
-            depth: d.
+            rule: what the blocks are.
             generator: of the draw, on the table's device; None takes the first A prefixes of every row.
+            skip: prefixes of every row that are passed over before any is drawn.
         """
         filled = rows >= 0
         index = rows.clamp(min=0).long()
-        drafts = self._drafts[index] & filled
-        lottery = torch.rand(rows.shape, generator=generator, device=self.device) if generator else None
-        if lottery is None:
+        allowed = self.anchors(rule, index) & filled
+        if skip:
+            allowed &= allowed.cumsum(1) > skip
+        if generator is None:
             lottery = torch.linspace(1.0, 0.5, rows.shape[1], device=self.device).expand(rows.shape)
-        ranked = torch.where(drafts, lottery, -1.0).topk(num_blocks, dim=1)
-        used = ranked.values >= 0
-        places = torch.where(used, ranked.indices, rows.shape[1]).sort(dim=1).values
+        else:
+            lottery = torch.rand(rows.shape, generator=generator, device=self.device)
+        ranked = torch.where(allowed, lottery, -1.0).topk(min(num_blocks, rows.shape[1]), dim=1)
+        places = torch.where(ranked.values >= 0, ranked.indices, rows.shape[1]).sort(dim=1).values
+        places = functional.pad(places, (0, num_blocks - places.shape[1]), value=rows.shape[1])
         used = places < rows.shape[1]
         anchors = torch.where(used, places, 0)
         left = self._left[index].gather(1, anchors)
-        reach = torch.arange(2, depth + 2, device=self.device)
+        reach = torch.arange(1, rule.depth + 1, device=self.device) + rule.root
         return PackedBatch(
             index=index,
             filled=filled,
@@ -111,6 +167,7 @@ class TokenTable:
             used=used,
             valid=used[..., None] & (left[..., None] >= reach),
             sampled=self._sampled[index].gather(1, anchors) & used,
+            rule=rule,
         )
 
 
@@ -122,7 +179,7 @@ class BlockBatches:
         rows: [rows, T] int32 from `row_table`.
         order: which rows a step visits.
         num_blocks: A, blocks a row.
-        depth: d.
+        rule: what the blocks are.
         seed: of the draw of prefixes.
 
     Raises:
@@ -130,22 +187,22 @@ class BlockBatches:
     """
 
     def __init__(
-        self, table: TokenTable, rows: np.ndarray, order: RowOrder, num_blocks: int, depth: int, seed: int = 0
+        self, table: TokenTable, rows: np.ndarray, order: RowOrder, num_blocks: int, rule: BlockRule, seed: int = 0
     ) -> None:
         if not 1 <= num_blocks <= rows.shape[1]:
             raise ValueError(f"num_blocks={num_blocks} outside 1..{rows.shape[1]} (places of a row)")
         self._table, self._order = table, order
         self._rows = torch.from_numpy(rows).to(table.device)
-        self._num_blocks, self._depth, self._seed = num_blocks, depth, seed
+        self._num_blocks, self._rule, self._seed = num_blocks, rule, seed
 
     @property
     def identity(self) -> str:
         """Text that differs when the batches do: rows, order, blocks and seed."""
         digest = hashlib.sha256(self._rows.cpu().numpy().tobytes()).hexdigest()[:16]
-        return f"rows {digest} {self._order.identity} blocks {self._num_blocks}x{self._depth} seed {self._seed}"
+        return f"rows {digest} {self._order.identity} blocks {self._num_blocks} {self._rule} seed {self._seed}"
 
     def batch(self, step: int) -> PackedBatch:
         """The batch of a step."""
         picked = torch.from_numpy(self._order.rows(step)).to(self._table.device)
         generator = torch.Generator(self._table.device).manual_seed(self._seed * 1_000_003 + step)
-        return self._table.batch(self._rows[picked], self._num_blocks, self._depth, generator)
+        return self._table.batch(self._rows[picked], self._num_blocks, self._rule, generator)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from workbench.train.packing import PackedBatch, TokenTable
+from workbench.train.packing import BlockRule, PackedBatch, TokenTable
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Features:
 
     Attributes:
         taps: [B, T, taps * H] tapped states, in the model's dtype.
-        hidden: [B, T, H] input of the output head.
-        log_total: [B, T] fp32, logsumexp of the target's logits over the whole vocabulary.
+        hidden: [B, T, H] input of the output head; None from a teacher of taps only.
+        log_total: [B, T] fp32, logsumexp of the target's logits over the whole vocabulary; None likewise.
     """
 
     taps: torch.Tensor
-    hidden: torch.Tensor
-    log_total: torch.Tensor
+    hidden: torch.Tensor | None = None
+    log_total: torch.Tensor | None = None
 
 
 #: Features of a batch.
@@ -46,11 +46,19 @@ class Teacher:
         taps: indices into its hidden states, ascending.
         chunk_rows: places whose full-vocabulary logits exist at once.
         compiled: compile what follows those logits (CUDA), so that no fp32 copy of them is made.
+        taps_only: for objectives that never ask what the target itself says; saves its output head, and a third of
+            what a `FeatureStore` keeps.
     """
 
     def __init__(
-        self, model: PreTrainedModel, taps: Sequence[int], chunk_rows: int = 8192, compiled: bool = False
+        self,
+        model: PreTrainedModel,
+        taps: Sequence[int],
+        chunk_rows: int = 8192,
+        compiled: bool = False,
+        taps_only: bool = False,
     ) -> None:
+        self.taps_only = taps_only
         self._model, self._taps, self._chunk_rows = model, tuple(taps), chunk_rows
         self._head = model.get_output_embeddings().weight.detach()
         self._logsumexp = torch.compile(_logsumexp) if compiled else _logsumexp
@@ -91,6 +99,8 @@ class Teacher:
                 output_hidden_states=True,
             )
         taps = torch.cat([out.hidden_states[t] for t in self._taps], dim=-1)
+        if self.taps_only:
+            return Features(taps)
         hidden = out.last_hidden_state
         return Features(taps, hidden, self._log_total(hidden.flatten(0, 1)).view(tokens.shape))
 
@@ -126,7 +136,9 @@ def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 class FeatureStore:
-    """Features of every token of a corpus, kept on the teacher's device (8 H + 4 bytes a token in half precision).
+    """Features of every token of a corpus, kept on the teacher's device.
+
+    In half precision a token takes 2 H bytes for each tap, and 2 H + 4 more unless the teacher gives taps only.
 
     Args:
         teacher: computes them.
@@ -139,24 +151,27 @@ class FeatureStore:
     def __init__(
         self, teacher: Teacher, table: TokenTable, rows: torch.Tensor, batch_rows: int = 32, progress: bool = False
     ) -> None:
-        num_tokens = len(table.response_mask)
         width, hidden_size = teacher.num_features
-        self._taps = torch.empty(num_tokens, width, dtype=teacher.dtype, device=teacher.device)
-        self._hidden = torch.empty(num_tokens, hidden_size, dtype=teacher.dtype, device=teacher.device)
-        self._log_total = torch.empty(num_tokens, device=teacher.device)
+        self._taps = torch.empty(len(table), width, dtype=teacher.dtype, device=teacher.device)
+        hidden = log_total = None
+        if not teacher.taps_only:
+            hidden = torch.empty(len(table), hidden_size, dtype=teacher.dtype, device=teacher.device)
+            log_total = torch.empty(len(table), device=teacher.device)
+        self._kept = (self._taps, hidden, log_total)
         short = -len(rows) % batch_rows if len(rows) > batch_rows else 0
         rows = functional.pad(rows, (0, 0, 0, short), value=-1)  # one shape, so compiled parts are compiled once
         for part in tqdm(rows.split(batch_rows), desc="target states", disable=not progress):
-            batch = table.batch(part, 1, 1)
+            batch = table.batch(part, 1, BlockRule(1))
             found = teacher(batch)
             place = batch.index[batch.filled]
-            self._taps[place] = found.taps[batch.filled]
-            self._hidden[place] = found.hidden[batch.filled]
-            self._log_total[place] = found.log_total[batch.filled]
+            new = (found.taps, found.hidden, found.log_total)
+            for kept, values in zip(self._kept, new, strict=True):
+                if kept is not None and values is not None:
+                    kept[place] = values[batch.filled]
 
     def __call__(self, batch: PackedBatch) -> Features:
         """Features of a batch."""
-        return Features(self._taps[batch.index], self._hidden[batch.index], self._log_total[batch.index])
+        return Features(*(None if kept is None else kept[batch.index] for kept in self._kept))
 
     def tap_rms(self, places: torch.Tensor, chunk_rows: int = 65536) -> torch.Tensor:
         """[taps * H] fp32, root mean square of every tapped dimension over the places [T] bool."""

@@ -1,4 +1,4 @@
-"""The policy of a fixed node budget: every drafted node that can still be useful is verified."""
+"""What no policy can change: a draft belongs to its request, and ends where the request must end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from workbench.types import DraftRequest, DraftTree
 
 
-def allocate_fixed(trees: Sequence[DraftTree], requests: Sequence[DraftRequest], vocab_size: int) -> list[DraftTree]:
-    """Cuts each tree to its request's own limits and to nothing else.
+def within_limits(trees: Sequence[DraftTree], requests: Sequence[DraftRequest], vocab_size: int) -> list[DraftTree]:
+    """Cuts each tree to its request's own limits, before a policy divides what is left.
 
     Nodes deeper than `max_depth` cannot be emitted before the request ends; of the rest the first `max_nodes` stay.
 

@@ -1,0 +1,303 @@
+"""Attention of packed rows over the slot cache: one Triton kernel family, routed by how many rows a request brings.
+
+    out[i, h] = sum over visible keys j of softmax_j(scale * q[i, h] . k[j, h // group]) * v[j, h // group]
+
+A row sees the committed context of its request and those of the request's own rows that its ancestor bits name
+(without bits: causally, any number of rows). A program owns one tile of (row, query head) pairs of one KV head and
+walks over that head's keys with a running softmax in float32. The paths differ in the shape of that tile:
+
+    rows16    16 rows of one query head: DScale's verify tile (arXiv 2609.37532, path-aware routing)
+    rows128   128 rows of one query head: prefill, and verification as DFlash does it
+    packed    rows x the query heads of one KV head, 16 to 128 pairs, so keys and values are read once a KV head; the
+              keys are split over several programs where there are fewer programs than the device can hold, and a
+              second kernel joins the parts by their log-sum-exp
+    paper     rows16 up to 16 rows a request, else rows128
+    auto      packed up to 64 rows a request, else rows128
+
+Least traffic of a call: sum over requests of (context + rows) * 2 * Hk * D elements, each read once.
+Decisions on the host rest on sizes alone, so a call can be captured in a CUDA graph and replayed over other metadata.
+
+Keys and values are written before, by `kernels.kv_write`: programs of one launch have no order among each other, so a
+kernel that wrote the cache could not read it back without a barrier over the whole grid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from kernels.ref.tile_attention import MAX_MASKED_ROWS, tile_attention_tensors
+from kernels.tensor_checks import require_device, require_int64, require_rows
+from kernels.tile_attention_device import MIN_BLOCKS, attend, combine
+
+VARIANTS = ("auto", "paper", "rows16", "rows128", "packed")
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_SPLITS = 32
+_MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one call is cut up and launched.
+
+    Attributes:
+        heads: query heads in a tile, 1 or the whole group of a KV head.
+        rows: (row, head) pairs in a tile, a power of two from 16.
+        keys: keys in a step of the running softmax, a power of two from 16.
+        splits: programs that share the keys of a tile.
+        num_warps, num_stages: of the tile kernel.
+    """
+
+    heads: int
+    rows: int
+    keys: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(
+    variant: str,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_requests: int,
+    max_rows: int,
+    max_context: int,
+    element_size: int,
+    num_sms: int,
+) -> Tile:
+    """The tile of a call, from static sizes only.
+
+    Args:
+        variant: one of `VARIANTS`.
+        group: query heads of one KV head.
+        num_requests, max_rows, max_context: bounds that the call was made for, not what is live in it.
+        element_size: bytes of an element of the cache.
+        num_sms: multiprocessors of the device.
+
+    Returns:
+        What `launch` takes.
+    """
+    if variant == "auto":
+        variant = "packed" if max_rows <= MAX_MASKED_ROWS else "rows128"
+    elif variant == "paper":
+        variant = "rows16" if max_rows <= 16 else "rows128"
+    heads = group if variant == "packed" else 1
+    rows = {"rows16": 16, "rows128": 128}.get(variant) or min(max(triton.next_power_of_2(max_rows * group), 16), 128)
+    keys = 64 if head_dim <= 128 else 32
+    if element_size == 4:  # no matrix unit computes in full float32, and larger tiles would not fit the registers
+        rows, keys = 16, keys // 2
+    splits = 1
+    if variant == "packed":
+        programs = num_requests * num_kv_heads * triton.cdiv(max_rows * heads, rows)
+        resident = 1 if rows == 128 else 2  # programs that fit a multiprocessor; two hide each other's latency
+        room = resident * num_sms // max(programs, 1)
+        parts = triton.cdiv(max_context + max_rows, keys) // MIN_BLOCKS.value
+        splits = _power_of_2_below(min(room, parts, _MAX_SPLITS))
+    return Tile(heads, rows, keys, splits, num_warps=8 if rows == 128 else 4, num_stages=2 if keys < 64 else 3)
+
+
+def _power_of_2_below(value: int) -> int:
+    """The largest power of two up to `value`, at least 1: few different kernels get compiled."""
+    return 1 << max(value.bit_length() - 1, 0)
+
+
+def launch(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    context_len: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    scale: float,
+    max_rows: int,
+    tile: Tile,
+) -> torch.Tensor:
+    """`tile_attention` with a tile of the caller's choice, for measurements; arguments are taken as checked."""
+    num_rows, num_heads, head_dim = query.shape
+    num_requests = slots.shape[0]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if num_rows == 0 or num_requests == 0:
+        return out.zero_()
+    split = tile.splits > 1
+    parts = out.new_empty((tile.splits, *out.shape), dtype=torch.float32) if split else out
+    lse = out.new_empty((tile.splits, num_rows, num_heads), dtype=torch.float32) if split else out
+    dim = max(triton.next_power_of_2(head_dim), 16)
+    group = num_heads // k_cache.shape[2]
+    tiles = triton.cdiv(max_rows * tile.heads, tile.rows)
+    # Heads first: programs that run at the same time read neighbouring pieces of the same cache rows.
+    attend[(num_heads // tile.heads, num_requests, tiles * tile.splits)](
+        query,
+        k_cache,
+        v_cache,
+        slots,
+        starts,
+        context_len,
+        slots if ancestors is None else ancestors,
+        parts,
+        lse,
+        scale * math.log2(math.e),
+        num_rows,
+        tile.splits,
+        *query.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEADS=tile.heads,
+        HEAD_DIM=head_dim,
+        DIM=dim,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_KEYS=tile.keys,
+        CAUSAL=ancestors is None,
+        SPLIT=split,
+        ZERO_BLOCK=triton.next_power_of_2(tile.heads * head_dim),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if split:
+        heads = max(min(triton.next_power_of_2(num_heads), 1024 // dim), 1)
+        combine[(num_rows, triton.cdiv(num_heads, heads))](
+            parts,
+            lse,
+            starts,
+            out,
+            num_rows,
+            num_requests,
+            SPLITS=tile.splits,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            DIM=dim,
+            BLOCK_HEADS=heads,
+            num_warps=4,
+        )
+    return out
+
+
+# Registered at import, as torch finds operators by name: a compiled model refers to `workbench::tile_attention`.
+@torch.library.custom_op("workbench::tile_attention", mutates_args=())
+def tile_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    context_len: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    scale: float,
+    max_rows: int,
+    max_context: int,
+    variant: str = "auto",
+) -> torch.Tensor:
+    """Attention of packed rows; on a CPU the plain reference, elsewhere the kernels of this module.
+
+    Metadata are int64 tensors on the device of `query`; their contents are not checked, as nothing here waits for the
+    device. Only the keys that a row may see are read, whatever else the cache holds.
+
+    Args:
+        query: [M, H, D] float32, float16 or bfloat16; rows of request r are starts[r]..starts[r+1]-1.
+        k_cache, v_cache: [slots, L, Hk, D] of that dtype, H a multiple of Hk; row context_len[r] + i of a request's
+            slot holds its row i already.
+        slots: [R] cache slot of each request.
+        starts: [R+1] first row of each request; equal neighbours: a request without rows.
+        context_len: [R] committed cache rows of each request.
+        ancestors: [M] 64 bits, bit j: the row sees row j of its request, itself included; None: causal.
+        scale: factor on the scores, above 0.
+        max_rows: rows of the longest request or more, up to 64 with `ancestors`; what lies beyond is not computed.
+        max_context: bound on context_len that the number of splits is chosen for; has no effect on the result.
+        variant: one of `VARIANTS`.
+
+    Returns:
+        [M, H, D] in the dtype of `query`, zero in rows of no request. Query head h reads KV head h // (H / Hk).
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, unknown variant, sizes out of range.
+    """
+    _check(query, k_cache, v_cache, slots, starts, context_len, ancestors)
+    _check_sizes(scale, max_rows, max_context, variant, ancestors)
+    num_kv_heads = k_cache.shape[2]
+    tile = choose_tile(
+        variant,
+        query.shape[1] // num_kv_heads,
+        num_kv_heads,
+        query.shape[2],
+        slots.shape[0],
+        max_rows,
+        max_context,
+        query.element_size(),
+        torch.cuda.get_device_properties(query.device).multi_processor_count,
+    )
+    return launch(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale, max_rows, tile)
+
+
+@tile_attention.register_kernel("cpu")
+def _tile_attention_cpu(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    context_len: torch.Tensor,
+    ancestors: torch.Tensor | None,
+    scale: float,
+    max_rows: int,
+    max_context: int,
+    variant: str = "auto",
+) -> torch.Tensor:
+    _check(query, k_cache, v_cache, slots, starts, context_len, ancestors)
+    _check_sizes(scale, max_rows, max_context, variant, ancestors)
+    return tile_attention_tensors(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale)
+
+
+@tile_attention.register_fake
+def _tile_attention_fake(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def _check(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    context_len: torch.Tensor,
+    ancestors: torch.Tensor | None,
+) -> None:
+    """Refuses tensors that the kernels would misread."""
+    if query.dim() != 3 or query.dtype not in _DTYPES or not 1 <= query.shape[2] <= _MAX_HEAD_DIM:
+        expected = f"[M, H, D], D in 1..{_MAX_HEAD_DIM}, float32, float16 or bfloat16"
+        raise ValueError(f"query is {query.dtype} {list(query.shape)}; expected {expected}")
+    if k_cache.dim() != 4 or k_cache.shape[3] != query.shape[2] or v_cache.shape != k_cache.shape:
+        expected = f"[slots, L, Hk, {query.shape[2]}], both alike"
+        raise ValueError(f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}; expected {expected}")
+    if k_cache.dtype != query.dtype or v_cache.dtype != query.dtype:
+        raise ValueError(f"k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}; expected {query.dtype} as query")
+    heads, kv_heads = query.shape[1], k_cache.shape[2]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+    require_rows(query=query, k_cache=k_cache, v_cache=v_cache)
+    metadata = {"slots": slots, "starts": starts, "context_len": context_len}
+    require_int64(slots.numel(), slots=slots, context_len=context_len)
+    require_int64(slots.numel() + 1, starts=starts)
+    if ancestors is not None:
+        require_int64(query.shape[0], ancestors=ancestors)
+        metadata["ancestors"] = ancestors
+    require_device(query.device, k_cache=k_cache, v_cache=v_cache, **metadata)
+
+
+def _check_sizes(scale: float, max_rows: int, max_context: int, variant: str, ancestors: torch.Tensor | None) -> None:
+    """Refuses numbers outside their range."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale} must be above 0 and finite")
+    if max_rows < 1 or (ancestors is not None and max_rows > MAX_MASKED_ROWS):
+        raise ValueError(f"max_rows={max_rows} outside 1..{'' if ancestors is None else MAX_MASKED_ROWS}")
+    if max_context < 0:
+        raise ValueError(f"max_context={max_context} must be at least 0")
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r} is not one of {', '.join(VARIANTS)}")

@@ -1,0 +1,233 @@
+"""Device code of `kernels.tile_attention`: the tile kernel that all paths share and the kernel that joins splits."""
+
+import triton
+import triton.language as tl
+
+MIN_BLOCKS = tl.constexpr(2)  # key blocks that a split takes at least, lest parts cost more than they spare
+
+
+@triton.jit
+def _load(pointers, inside, dims, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Rows [N, DIM] with zeros past HEAD_DIM and, if checked, where not `inside` [N]; no mask where none is needed."""
+    if CHECK:
+        mask = inside[:, None]
+        if DIM != HEAD_DIM:
+            mask = mask & (dims < HEAD_DIM)[None, :]
+        return tl.load(pointers, mask=mask, other=0.0)
+    if DIM != HEAD_DIM:
+        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _attend_blocks(
+    query,
+    sight,
+    state,
+    k_ptr,
+    v_ptr,
+    k_stride_row,
+    v_stride_row,
+    first_block,
+    last_block,
+    context,
+    end,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Key blocks first_block..last_block-1 go into the running softmax; unmasked ones are seen whole by every row."""
+    acc, row_max, row_sum = state
+    within = tl.arange(0, BLOCK_KEYS)
+    dims = tl.arange(0, DIM)
+    k_offsets = within[:, None] * k_stride_row + dims[None, :]
+    v_offsets = within[:, None] * v_stride_row + dims[None, :]
+    for block in tl.range(first_block, last_block):
+        start = block * BLOCK_KEYS
+        inside = start + within < end
+        key = _load(k_ptr + start.to(tl.int64) * k_stride_row + k_offsets, inside, dims, MASKED, HEAD_DIM, DIM)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if MASKED:
+            own = start + within - context  # row of the request; below 0: committed context
+            if CAUSAL:
+                visible = own[None, :] <= sight[:, None]
+            else:
+                shift = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
+                visible = (own < 0)[None, :] | (((sight[:, None] >> shift[None, :]) & 1) != 0)
+            scores = tl.where(visible & inside[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        anchor = new_max
+        if MASKED:  # nothing seen yet: -inf - -inf would be NaN
+            anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - anchor[:, None])
+        decay = tl.exp2(row_max - anchor)
+        value = _load(v_ptr + start.to(tl.int64) * v_stride_row + v_offsets, inside, dims, MASKED, HEAD_DIM, DIM)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    slots_ptr,
+    starts_ptr,
+    context_ptr,
+    ancestors_ptr,
+    out_ptr,
+    lse_ptr,
+    scale,
+    num_rows,
+    num_splits,
+    q_stride_row,
+    q_stride_head,
+    k_stride_slot,
+    k_stride_row,
+    k_stride_head,
+    v_stride_slot,
+    v_stride_row,
+    v_stride_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ZERO_BLOCK: tl.constexpr,
+):
+    """One tile of one request over all its keys, or over one part of them; `scale` includes log2(e).
+
+    Grid: (heads / HEADS, requests, tiles * splits). Without splits `out` is the answer; with them it is [splits, M, H,
+    D] float32 parts beside their base-2 log-sum-exp [splits, M, H], -inf where a part saw nothing and wrote no values.
+    """
+    head0 = tl.program_id(0) * HEADS
+    request = tl.program_id(1)
+    tile = tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
+    if CAUSAL:  # the longest rows of keys first: what starts last should be short
+        tile = tl.num_programs(2) // num_splits - 1 - tile
+    first = tl.load(starts_ptr + request)
+    rows = (tl.load(starts_ptr + request + 1) - first).to(tl.int32)
+    slot = tl.load(slots_ptr + request)
+    context = tl.load(context_ptr + request).to(tl.int32)
+    if not SPLIT:  # sentinel rows: shared out over the requests, of which there may be no live one
+        sentinel = tl.load(starts_ptr + tl.num_programs(1)) + request
+        columns = tl.arange(0, ZERO_BLOCK)
+        while (tile == 0) & (sentinel < num_rows):
+            pointers = out_ptr + (sentinel * NUM_HEADS + head0) * HEAD_DIM + columns
+            tl.store(pointers, tl.zeros([ZERO_BLOCK], out_ptr.dtype.element_ty), mask=columns < HEADS * HEAD_DIM)
+            sentinel += tl.num_programs(1)
+    row0 = tile * BLOCK_ROWS // HEADS  # first row of the tile
+    if row0 >= rows:
+        return
+
+    packed = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = packed // HEADS
+    head = head0 + packed % HEADS
+    dims = tl.arange(0, DIM)
+    live = row < rows
+    row_base = first + row0  # 64 bits; offsets from here on are small
+    q_pointers = q_ptr + row_base * q_stride_row + ((row - row0) * q_stride_row + head * q_stride_head)[:, None]
+    query = _load(q_pointers + dims[None, :], live, dims, True, HEAD_DIM, DIM)
+    if CAUSAL:
+        sight = row
+        end = context + tl.minimum(rows, (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS + 1)
+        seen_by_all = context + row0 + 1
+    else:
+        sight = tl.load(ancestors_ptr + first + row, mask=live, other=0)
+        end = context + rows
+        seen_by_all = context
+
+    blocks = tl.cdiv(end, BLOCK_KEYS)
+    span = tl.maximum(tl.cdiv(blocks, num_splits), MIN_BLOCKS)
+    low = split * span
+    high = tl.minimum(low + span, blocks)
+    middle = tl.maximum(tl.minimum(seen_by_all // BLOCK_KEYS, high), low)
+    k_ptr += slot * k_stride_slot + (head0 // GROUP) * k_stride_head
+    v_ptr += slot * v_stride_slot + (head0 // GROUP) * v_stride_head
+    acc = tl.zeros([BLOCK_ROWS, DIM], tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    for masked in tl.static_range(2):
+        acc, row_max, row_sum = _attend_blocks(
+            query,
+            sight,
+            (acc, row_max, row_sum),
+            k_ptr,
+            v_ptr,
+            k_stride_row,
+            v_stride_row,
+            middle if masked else low,
+            high if masked else middle,
+            context,
+            end,
+            scale,
+            HEAD_DIM,
+            DIM,
+            BLOCK_KEYS,
+            CAUSAL,
+            masked == 1,
+        )
+
+    seen = row_sum != 0  # NaN counts as seen: it must show
+    acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
+    place = (row - row0) * NUM_HEADS + head
+    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+    if SPLIT:
+        row_base += split * num_rows
+        tl.store(lse_ptr + row_base * NUM_HEADS + place, row_max + tl.log2(tl.where(seen, row_sum, 1.0)), mask=live)
+        mask = mask & seen[:, None]
+    pointers = out_ptr + row_base * NUM_HEADS * HEAD_DIM + (place * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests"])
+def combine(
+    parts_ptr,
+    lse_ptr,
+    starts_ptr,
+    out_ptr,
+    num_rows,
+    num_requests,
+    SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Puts the parts of a row together, weighted by their share of the softmax sum; rows of no request become zero.
+
+    Grid: (rows, heads / BLOCK_HEADS). Reads only the parts that saw a key.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dims = tl.arange(0, DIM)
+    inside = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    wanted = heads < tl.where(row < tl.load(starts_ptr + num_requests), NUM_HEADS, 0)
+    best = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = (split * num_rows + row) * NUM_HEADS + heads
+        best = tl.maximum(best, tl.load(lse_ptr + place, mask=wanted, other=float("-inf")))
+    anchor = tl.where(best == float("-inf"), 0.0, best)
+    acc = tl.zeros([BLOCK_HEADS, DIM], tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    for split in tl.static_range(SPLITS):
+        place = (split * num_rows + row) * NUM_HEADS + heads
+        lse = tl.load(lse_ptr + place, mask=wanted, other=float("-inf"))
+        weight = tl.exp2(lse - anchor)
+        pointers = parts_ptr + (place * HEAD_DIM)[:, None] + dims[None, :]
+        part = tl.load(pointers, mask=inside & (lse > float("-inf"))[:, None], other=0.0)
+        acc += weight[:, None] * part
+        total += weight
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    pointers = out_ptr + ((row * NUM_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(pointers, acc.to(out_ptr.dtype.element_ty), mask=inside)

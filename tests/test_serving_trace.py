@@ -1,0 +1,205 @@
+"""What a serving notebook does with traces: record them from manifests, train on them, replay them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from trace_setup import FuzzyChain, made_trace
+
+from workbench.budget.features import DraftFeatures
+from workbench.budget.policy import BudgetPolicy, allocate_full
+from workbench.budget.predictor import AcceptancePredictor, PredictorScorer
+from workbench.budget.table import build_policy
+from workbench.decode.engine import generate
+from workbench.drafters.ar import build_ar
+from workbench.measure import serving_trace
+from workbench.measure.manifest import MIXED, Manifest, load_manifests
+from workbench.measure.replay import Replay
+from workbench.measure.serving_trace import (
+    checked_policy,
+    features_of,
+    load_trace,
+    predictor_of,
+    record_trace,
+    replay_rows,
+    retention_checks,
+    train_scorer,
+    with_policy,
+    with_predictor,
+)
+from workbench.train.predictor_objective import PredictorRecipe
+
+
+def scorer_for(target, seed=0) -> PredictorScorer:
+    torch.manual_seed(seed)
+    return PredictorScorer(
+        AcceptancePredictor().requires_grad_(False), features_of(target, FuzzyChain(target, None, []))
+    )
+
+
+@pytest.fixture(scope="module")
+def manifests(tiny_llama):
+    rng = np.random.default_rng(5)
+    prompts = {f"p{i}": rng.integers(3, 97, 4 + i).tolist() for i in range(4)}
+    return {"one": Manifest.build(prompts, 4, 40), "two": Manifest.build({"q": [7, 8, 9]}, 2, 30)}
+
+
+@pytest.fixture(scope="module")
+def chains(tiny_llama, manifests):
+    """Knows the greedy outputs of the manifests, and goes by DScale's policy until told otherwise."""
+    texts = [
+        [*e.prompt_ids, *generate(tiny_llama, build_ar(tiny_llama), [e.prompt_ids], e.sampling)[0].token_ids]
+        for manifest in manifests.values()
+        for e in manifest
+    ]
+    return FuzzyChain(tiny_llama, build_policy("product", 4.0), texts)
+
+
+def test_a_policy_is_exchanged_and_the_rest_is_shared(tiny_llama, chains):
+    policy = build_policy("uniform", 3.0)
+    twin = with_policy(chains, policy)
+    assert twin.policy is policy and chains.policy.name == "product"
+    assert twin._texts is chains._texts
+
+
+def test_predictors_are_found_and_exchanged(tiny_llama):
+    old, new = scorer_for(tiny_llama), scorer_for(tiny_llama, 1)
+    drafters = {
+        "plain": FuzzyChain(tiny_llama, build_policy("full"), []),
+        "product": FuzzyChain(tiny_llama, build_policy("product"), []),
+        "dscale": FuzzyChain(tiny_llama, build_policy("dvl", 6.0, old), []),
+    }
+    assert predictor_of(drafters) is old
+    assert predictor_of({"plain": drafters["plain"]}) is None
+    changed = with_predictor(drafters, new)
+    assert list(changed) == list(drafters)
+    assert changed["plain"] is drafters["plain"] and changed["product"] is drafters["product"]
+    assert changed["dscale"].policy.scorer is new and drafters["dscale"].policy.scorer is old
+    assert (changed["dscale"].policy.name, changed["dscale"].policy.rows) == ("dvl", 6.0)
+    assert with_predictor(drafters, None) == drafters
+
+
+def test_recording_verifies_everything_whatever_the_policy(tiny_llama, manifests, chains):
+    trace = record_trace(tiny_llama, chains, manifests, scorer_for(tiny_llama), slots=3)
+    assert set(trace.scores) == {"product", "minimum", "gap", "random", "predictor"}
+    assert trace.features is None and trace.width == 16
+    assert [p.label for p in trace.prompts] == ["one"] * 4 + ["two"] * 2
+    assert (trace.limit == 15).mean() > 0.5, "only drafts near the end are cut, not those of a policy of 4 rows"
+    assert trace.accepted.max() > 4
+    assert Replay(trace).lengths("full").mean() > 8
+    without = record_trace(tiny_llama, chains, {"two": manifests["two"]})
+    assert "predictor" not in without.scores and checked_policy(without) == "product"
+
+
+def test_looped_outputs_are_marked(tiny_llama, manifests, chains, monkeypatch):
+    monkeypatch.setattr(serving_trace, "is_looped", lambda output: len(output) == 30)
+    trace = record_trace(tiny_llama, chains, manifests, slots=3)
+    assert [prompt.looped for prompt in trace.prompts] == [False] * 4 + [True] * 2
+
+
+def test_training_a_scorer(tiny_llama, manifests, chains):
+    rated = {"three": Manifest.build({"r": [1, 2]}, 1, 24)}
+    lessons = manifests | {"four": Manifest.build({"s": [11, 12], "t": [13, 14]}, 2, 40)}
+    scorer, run = train_scorer(tiny_llama, chains, lessons, rated, PredictorRecipe(epochs=2, batch_size=16), slots=3)
+    assert run.num_train > run.num_validation > 0 and len(run.rows) == 2
+    assert isinstance(scorer.features, DraftFeatures) and scorer.predictor is not run.predictor
+    for one, two in zip(scorer.predictor.parameters(), run.predictor.parameters(), strict=True):
+        assert torch.equal(one, two)
+    trace = record_trace(tiny_llama, chains, rated, scorer, scorer.features)
+    assert np.isfinite(trace.scores["predictor"]).all() and trace.features.shape[1] == scorer.features.size
+
+
+def test_no_prompt_is_rated_that_was_trained_on(tiny_llama, manifests, chains):
+    rated = {"three": Manifest.build({"r": [1, 2], "s": [7, 8, 9]}, 2, 8)}
+    with pytest.raises(ValueError, match="1 prompts to train on are also among those to rate on"):
+        train_scorer(tiny_llama, chains, manifests, rated, PredictorRecipe(epochs=1))
+
+
+def test_a_file_is_scored_anew_where_it_can_be(tiny_llama, manifests, chains, tmp_path):
+    first, second = scorer_for(tiny_llama), scorer_for(tiny_llama, 1)
+    features = features_of(tiny_llama, chains)
+    live = record_trace(tiny_llama, chains, manifests, second, slots=3)
+    record_trace(tiny_llama, chains, manifests, first, features, slots=3).save(tmp_path / "t")
+    anew = load_trace(tmp_path / "t", second)
+    assert np.allclose(anew.scores["predictor"], live.scores["predictor"], atol=2e-3), "features are kept in float16"
+    assert not np.allclose(load_trace(tmp_path / "t").scores["predictor"], live.scores["predictor"], atol=2e-3)
+    live.save(tmp_path / "bare")
+    assert np.array_equal(load_trace(tmp_path / "bare", first).scores["predictor"], live.scores["predictor"])
+
+
+# --- replay
+
+
+def test_replay_leaves_out_what_the_trace_cannot_tell():
+    trace = made_trace()
+    rows = replay_rows(trace, ["uniform", "dvl", "product", "shared", "oracle", "full"], [4.0, 8.0])
+    assert [(row["policy"], row["rows"]) for row in rows] == [
+        *(("uniform", 4.0), ("uniform", 8.0), ("dvl", 4.0), ("dvl", 8.0), ("oracle", 4.0), ("oracle", 8.0)),
+        ("full", 4.0),
+    ]
+    with pytest.raises(ValueError, match=r"policies=\['dlv'\] are unknown; allowed: full, uniform"):
+        replay_rows(trace, ["dvl", "dlv"], [8.0])
+
+
+def test_retention_checks():
+    trace = made_trace()
+    checks = retention_checks(trace, 8.0, 0.99, 0.2, suffix="_x")
+    row = Replay(trace).row("dvl", 8.0)
+    assert checks["retention_seed_x"].value == row["retention_seed"] and checks["retention_seed_x"].ok is False
+    assert checks["retention_adjusted_x"].value == row["retention"] and checks["retention_adjusted_x"].ok is True
+    assert [check.ok for check in retention_checks(trace, 8.0).values()] == [None, None]
+    products = replace(trace, scores={"product": trace.scores["predictor"]})
+    assert retention_checks(products, 8.0)["retention_adjusted"].value == pytest.approx(row["retention"])
+
+
+# --- manifests of prompt sets
+
+
+class Lettered:
+    """A target as far as manifests see it: a token a letter."""
+
+    def encode_chat(self, messages):
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+
+@pytest.fixture
+def sets(tmp_path):
+    for name, texts in {"a": ("one", "two", "three"), "b": ("x",)}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+    return [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+
+
+def test_a_manifest_a_set(sets):
+    manifests = load_manifests(Lettered(), sets, 5, 8, seed=2, num_prompts=2)
+    assert list(manifests) == sets
+    texts = ["".join(map(chr, entry.prompt_ids)) for entry in manifests[sets[0]]]
+    assert texts == ["one", "two", "one", "two", "one"] and manifests[sets[0]].entries[0].seed == 2
+    assert manifests[sets[1]].num_prompts == 1 and len(manifests[sets[1]]) == 5
+
+
+def test_a_mixed_manifest_takes_turns(sets):
+    (name,) = manifests = load_manifests(Lettered(), sets, 5, 8, mixed=True)
+    assert name == MIXED
+    texts = ["".join(map(chr, entry.prompt_ids)) for entry in manifests[MIXED]]
+    assert texts == ["one", "x", "two", "three", "one"]
+    assert len({entry.id for entry in manifests[MIXED]}) == 4
+
+
+@pytest.mark.parametrize("wrong", [[], ["maths", "maths"]])
+def test_sets_must_be_named_once(wrong):
+    with pytest.raises(ValueError, match="prompt_sets="):
+        load_manifests(Lettered(), wrong, 5, 8)
+
+
+def test_the_recording_policy_is_what_the_trace_was_made_with(tiny_llama, manifests, chains):
+    seen = []
+
+    class Watched(FuzzyChain):
+        def session(self, slots, max_len):
+            seen.append(self.policy)
+            return self
+
+    watched = Watched(tiny_llama, chains.policy, [])
+    record_trace(tiny_llama, watched, {"two": manifests["two"]})
+    assert isinstance(seen[0], BudgetPolicy) and seen[0].allocator is allocate_full

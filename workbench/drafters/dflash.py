@@ -1,0 +1,300 @@
+"""DFlash as a drafter: one forward over a block of masks drafts a chain for every request of a round.
+
+Follows arXiv 2602.06036 and the inference code of z-lab/dflash, for any number of requests at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from workbench.budget.confidence import draft_log_probs
+from workbench.budget.table import build_policy
+from workbench.drafters.committed import committed_rows
+from workbench.drafters.dflash_config import DFlashConfig
+from workbench.drafters.dflash_files import load_dflash
+from workbench.drafters.dflash_model import DFlashModel
+from workbench.drafters.dtype_option import resolve_dtype
+from workbench.drafters.layers import rotate
+from workbench.models.cache import SlotCache
+from workbench.models.target import Target
+from workbench.paths import data_dir
+from workbench.types import Commit, DraftRequest, DraftTree, Policy, Signals, Stopwatch, chain_tree, root_tree
+
+
+class DFlashDrafter:
+    """Weights and settings of DFlash; state lives in its sessions.
+
+    Args:
+        model: the draft network, on the target's device.
+        embedding: the target's input embedding.
+        lm_head: the target's output head. A network of another dtype gets a copy of it in its own: with bfloat16 on a
+            CPU that makes the largest product of a draft, 15 rows by the vocabulary, about three times as fast.
+        policy: decides how much is verified; its scorer, if any, judges the drafts.
+        num_drafts: tokens of a chain; the block shrinks with it. Default: those the network was trained for.
+
+    Raises:
+        ValueError: `num_drafts` outside 1 to what the network was trained for.
+    """
+
+    name = "dflash"
+
+    def __init__(
+        self,
+        model: DFlashModel,
+        embedding: nn.Embedding,
+        lm_head: nn.Linear,
+        policy: Policy,
+        num_drafts: int | None = None,
+    ) -> None:
+        config = model.config
+        drafts = config.num_drafts if num_drafts is None else num_drafts
+        if not 1 <= drafts <= config.num_drafts:
+            raise ValueError(f"num_drafts={num_drafts} outside 1..{config.num_drafts} (block_size={config.block_size})")
+        self.model = model
+        self.embedding = embedding
+        self.policy = policy
+        self.taps = config.taps
+        self.max_nodes = drafts
+        #: Slot of the block that says the first draft.
+        self.first_slot = 0 if config.shifted else 1
+        dtype = model.fc.weight.dtype
+        self._head_weight = lm_head.weight.detach().to(dtype)
+        self._head_bias = None if lm_head.bias is None else lm_head.bias.detach().to(dtype)
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block, the anchor's included."""
+        return self.max_nodes + self.first_slot
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's output head: [..., H] -> [..., V] fp32."""
+        return functional.linear(hidden, self._head_weight, self._head_bias).float()
+
+    def session(self, slots: int, max_len: int) -> DFlashSession:
+        """New state for `slots` requests of up to `max_len` tokens each."""
+        return DFlashSession(self, slots, max_len)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What every layer's attention needs to know about one forward over the blocks of R requests.
+
+    Attributes:
+        slot: the only request's cache slot, or None.
+        cache_rows: [R * (extent + block)] int64, rows of a cache layer (its slots one after another) to be gathered;
+            None for one request. Beyond a request's context they name its own row 0, so nothing foreign is ever read.
+        extent: rows of the longest context.
+        cos, sin: [R, block, 1, D / 2] fp32 of the block's positions.
+        visible: [R, 1, 1, extent + block] bool; None where all contexts are equally long.
+    """
+
+    slot: int | None
+    cache_rows: torch.Tensor | None
+    extent: int
+    cos: torch.Tensor
+    sin: torch.Tensor
+    visible: torch.Tensor | None
+
+
+class DFlashSession:
+    """Context keys (rotated) and values of the committed tokens of every slot.
+
+    The cache has a block more rows than `max_len`, where a single request's block is put behind its context for the
+    time of a forward; the next committed rows overwrite it.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, drafter: DFlashDrafter, slots: int, max_len: int) -> None:
+        for name, value in (("slots", slots), ("max_len", max_len)):
+            if value < 1:
+                raise ValueError(f"{name}={value}; allowed: 1 or more")
+        model = drafter.model
+        config, weight = model.config, model.fc.weight
+        self._drafter, self._model = drafter, model
+        self._device, self._max_len = weight.device, max_len
+        rows, heads = max_len + drafter.block_size, (config.num_key_value_heads, config.head_dim)
+        self._cache = SlotCache(config.num_hidden_layers, slots, rows, *heads, weight.dtype, weight.device)
+        self._lengths = np.zeros(slots, np.int64)
+        self._cos, self._sin = model.rotary(torch.arange(rows, device=weight.device))
+
+    @torch.inference_mode()
+    def observe(self, commit: Commit) -> None:
+        """Adds keys and values of committed tokens, all requests in one batch.
+
+        Raises:
+            ValueError: no taps, a chunk that does not continue its slot, or one beyond `max_len`.
+        """
+        model = self._model
+        rows = committed_rows(commit, self._lengths, self._max_len, model.fc.in_features, self._device)
+        context = model.context(commit.taps.to(self._device, model.fc.weight.dtype))
+        cos, sin = self._cos[rows.positions], self._sin[rows.positions]
+        for index, layer in enumerate(model.layers):
+            key, value = layer.key_value(context)
+            self._cache.write(index, rows.slot_of_row, rows.positions, rotate(key, cos, sin), value)
+        self._lengths[rows.slots] = rows.ends
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
+        """One chain a request, from one forward for all of them.
+
+        Nodes are scored by the policy's scorer, or else by the log-probability of the chain down to them.
+
+        Raises:
+            ValueError: a request whose newest token does not follow its committed ones.
+        """
+        limits = [min(r.max_nodes, r.max_depth, self._drafter.max_nodes) for r in requests]
+        trees = [root_tree(int(r.tokens[-1])) for r in requests]
+        places = [i for i, limit in enumerate(limits) if limit > 0]
+        if not places:
+            return trees
+        scorer = self._drafter.policy.scorer
+        with timer.stage("draft"):
+            signals = self._signals([requests[i] for i in places])
+            tokens = signals.tokens.cpu().numpy()
+            scores = draft_log_probs(signals).cumsum(-1).cpu().numpy() if scorer is None else None
+        if scorer is not None:
+            with timer.stage("allocate"):
+                scores = scorer(signals)
+        for i, drafted, scored in zip(places, tokens, scores, strict=True):
+            trees[i] = chain_tree(int(trees[i].tokens[0]), drafted[: limits[i]], scored[: limits[i]])
+        return trees
+
+    def _signals(self, requests: list[DraftRequest]) -> Signals:
+        for r in requests:
+            if len(r.tokens) != self._lengths[r.slot] + 1:
+                raise ValueError(
+                    f"slot {r.slot}: {len(r.tokens)} tokens; needed: the {self._lengths[r.slot]} committed and the root"
+                )
+        hidden, logits = self.draft([r.slot for r in requests], [int(r.tokens[-1]) for r in requests])
+        return Signals(requests, _argmax(logits), hidden, logits)
+
+    @torch.inference_mode()
+    def draft(self, slots: Sequence[int], anchors: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block of each request behind its committed tokens, in one forward.
+
+        Args:
+            slots: R different slots.
+            anchors: newest token of each request, the one that is not committed yet.
+
+        Returns:
+            (inputs of the output head [R, n, H] in the network's dtype, logits [R, n, V] fp32); entry j drafts the
+            j-th token behind the anchor, from 0.
+
+        Raises:
+            ValueError: a slot without committed tokens.
+        """
+        model, drafter = self._model, self._drafter
+        lengths = self._lengths[list(slots)]
+        if (lengths < 1).any():
+            raise ValueError(f"slots={list(slots)}: one of them has no committed tokens yet")
+        block = np.full((len(slots), drafter.block_size), model.config.mask_token_id, np.int64)
+        block[:, 0] = anchors
+        states = drafter.embedding(torch.from_numpy(block).to(self._device)).to(model.fc.weight.dtype)
+        this_round = self._round(np.array(slots, np.int64), lengths)
+        for index, layer in enumerate(model.layers):
+            states = layer(states, partial(self._attend, this_round, index))
+        hidden = model.finish(states[:, drafter.first_slot :])
+        return hidden, drafter.logits(hidden)
+
+    def _round(self, slots: np.ndarray, lengths: np.ndarray) -> _Round:
+        block_size, extent = self._drafter.block_size, int(lengths.max())
+        positions = torch.from_numpy(lengths[:, None] + np.arange(block_size)).to(self._device)
+        cos, sin = self._cos[positions], self._sin[positions]
+        if len(slots) == 1:
+            return _Round(int(slots[0]), None, extent, cos, sin, None)
+        steps = np.arange(extent + block_size)
+        within = steps < lengths[:, None]
+        rows_per_slot = self._cache.kv.shape[3]
+        cache_rows = torch.from_numpy(slots[:, None] * rows_per_slot + np.where(within, steps, 0)).to(self._device)
+        visible = None
+        if lengths.min() < extent:
+            visible = torch.from_numpy(within | (steps >= extent)).to(self._device)[:, None, None]
+        return _Round(None, cache_rows.flatten(), extent, cos, sin, visible)
+
+    def _attend(
+        self, this_round: _Round, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the blocks over context and block, bidirectional; see `dflash_model.Attend`."""
+        cos, sin, extent = this_round.cos, this_round.sin, this_round.extent
+        keys, values = (self._context(this_round, cached) for cached in self._cache.layer(index))
+        keys[:, extent:] = rotate(key, cos, sin)
+        values[:, extent:] = value
+        attended = functional.scaled_dot_product_attention(
+            rotate(query, cos, sin).transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=this_round.visible,
+            enable_gqa=True,
+        )
+        return attended.transpose(1, 2).flatten(2)
+
+    def _context(self, this_round: _Round, cached: torch.Tensor) -> torch.Tensor:
+        """[R, extent + block, G, D] with the context rows filled in: a view for one request, a copy for more."""
+        if this_round.cache_rows is None:
+            stop = this_round.extent + self._drafter.block_size
+            return cached[this_round.slot : this_round.slot + 1, :stop]
+        gathered = cached.flatten(0, 1).index_select(0, this_round.cache_rows)
+        return gathered.unflatten(0, (len(this_round.cos), -1))
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """[R, n] int64, the lowest id on ties."""
+    if logits.device.type == "cpu":  # numpy is ten times as fast here
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+def build_dflash(
+    target: Target,
+    path: str | Path | None = None,
+    block_size: int = 0,
+    policy: str | Policy = "full",
+    rows: float = 8.0,
+    seed: int = 0,
+    dtype: str = "auto",
+) -> DFlashDrafter:
+    """DFlash: a chain drafted in one forward over a block of masks.
+
+    Args:
+        target: the target; the network runs on its device.
+        path: folder with `config.json` and `model.safetensors`, in z-lab's or DeepSpec's dialect; None takes the
+            shipped one of the embedded target.
+        block_size: slots of a block, the anchor's included; 0 for those the network was trained with, the most there
+            may be.
+        policy, rows, seed: see `workbench.budget.table.build_policy`; a policy object is taken as it is.
+        dtype: see `resolve_dtype`.
+
+    Raises:
+        ValueError: no weights are known for the target, they do not fit it, or an option is out of range.
+    """
+    if path is None and target.name != "embedded":
+        raise ValueError(f"path is unset and no DFlash weights are shipped for target {target.name!r}; name a folder")
+    folder = Path(path) if path is not None else data_dir() / "embedded" / "dflash"
+    if isinstance(policy, str):
+        policy = build_policy(policy, rows, seed=seed)
+    model = load_dflash(folder, resolve_dtype(dtype, target), target.device)
+    config = model.config
+    for name, field, needed in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if field != needed:
+            raise ValueError(f"{folder}: {name}={field}, but the target has {needed}")
+    drafts = _num_drafts(config, block_size)
+    return DFlashDrafter(model, target.embedding, target.lm_head, policy, drafts)
+
+
+def _num_drafts(config: DFlashConfig, block_size: int) -> int:
+    smallest = 1 if config.shifted else 2
+    if block_size and not smallest <= block_size <= config.block_size:
+        raise ValueError(f"block_size={block_size} outside {smallest}..{config.block_size} (0 for {config.block_size})")
+    return config.num_drafts if not block_size else block_size - smallest + 1

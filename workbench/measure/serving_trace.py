@@ -1,0 +1,189 @@
+"""Traces for a serving report: recorded from the requests of manifests, or read from a file; then replayed.
+
+Handed drafters that were built already; their weights are used again under the recording policy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from workbench.budget.features import DraftFeatures
+from workbench.budget.predictor import PredictorScorer
+from workbench.budget.scorers import gap_scores, minimum_scores, product_scores, random_scorer
+from workbench.budget.table import POLICIES
+from workbench.budget.trace import Trace
+from workbench.measure.manifest import Manifest
+from workbench.measure.records import Check
+from workbench.measure.replay import Replay
+from workbench.measure.statistics import is_looped
+from workbench.models.target import Target
+from workbench.train.predictor_objective import PredictorRecipe, PredictorRun, score_trace, train_predictor
+from workbench.train.trace import collect_trace, mark_prompts
+from workbench.types import Drafter, Policy, Scorer
+
+#: What scores of a predictor are called in a trace; policies of the table look for this name.
+PREDICTOR = "predictor"
+#: Policy whose retention the checks speak of: DScale's.
+CHECKED = "dvl"
+
+
+def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
+    """The same weights and settings under another policy; a drafter has no state, so the two share all else."""
+    twin = copy.copy(drafter)
+    twin.policy = policy
+    return twin
+
+
+def predictor_of(drafters: Mapping[str, Drafter]) -> PredictorScorer | None:
+    """The scorer of the first drafter whose policy goes by a predictor; None without one."""
+    scorers = (drafter.policy.scorer for drafter in drafters.values())
+    return next((scorer for scorer in scorers if isinstance(scorer, PredictorScorer)), None)
+
+
+def with_predictor(drafters: Mapping[str, Drafter], scorer: PredictorScorer | None) -> dict[str, Drafter]:
+    """The drafters, those that go by a predictor with `scorer` in its place; None leaves all as they are."""
+    changed = {}
+    for name, drafter in drafters.items():
+        if scorer is not None and isinstance(drafter.policy.scorer, PredictorScorer):
+            drafter = with_policy(drafter, replace(drafter.policy, scorer=scorer))
+        changed[name] = drafter
+    return changed
+
+
+def features_of(target: Target, drafter: Drafter) -> DraftFeatures:
+    """The features of a drafter of chains that shares the target's output head."""
+    return DraftFeatures(target.hidden_size, target.lm_head.weight, drafter.max_nodes + 1)
+
+
+def record_trace(
+    target: Target,
+    drafter: Drafter,
+    manifests: Mapping[str, Manifest],
+    predictor: Scorer | None = None,
+    features: DraftFeatures | None = None,
+    slots: int = 8,
+    progress: bool = False,
+) -> Trace:
+    """Decodes all requests of all manifests and keeps every draft with its scores and its accepted length.
+
+    Args:
+        target: the model.
+        drafter: of chains, such as DFlash; whatever its policy, all of a draft is verified here.
+        manifests: label (prompt set) -> requests.
+        predictor: gives the scores `PREDICTOR`; None leaves them out.
+        features: keep what a predictor is trained on; None keeps none.
+        slots: requests that run side by side, and so are decided together.
+        progress: show a bar.
+
+    Returns:
+        The trace, with the scores "product", "minimum", "gap" and "random" besides.
+
+    Raises:
+        ValueError: no manifest, or see `collect_trace`.
+    """
+    entries = [(label, entry) for label, manifest in manifests.items() for entry in manifest]
+    scorers: dict[str, Scorer] = {"product": product_scores, "minimum": minimum_scores, "gap": gap_scores}
+    scorers["random"] = random_scorer(0)
+    if predictor is not None:
+        scorers[PREDICTOR] = predictor
+    recording = collect_trace(
+        target,
+        lambda policy: with_policy(drafter, policy),
+        [entry.request for _, entry in entries],
+        features,
+        scorers,
+        [label for label, _ in entries],
+        slots,
+        progress=progress,
+    )
+    return mark_prompts(recording.trace, [is_looped(output) for output in recording.outputs])
+
+
+def train_scorer(
+    target: Target,
+    drafter: Drafter,
+    manifests: Mapping[str, Manifest],
+    rated: Mapping[str, Manifest],
+    recipe: PredictorRecipe,
+    slots: int = 8,
+    progress: bool = False,
+) -> tuple[PredictorScorer, PredictorRun]:
+    """Records a trace of manifests and trains a predictor on it.
+
+    Args:
+        target, drafter, manifests, slots, progress: see `record_trace`.
+        rated: requests that the predictor is to be rated on; none of their prompts may be among `manifests`.
+        recipe: of the training.
+
+    Returns:
+        The scorer on the target's device, and the run, with its own held-back prompts scored.
+
+    Raises:
+        ValueError: shared prompts, or see `record_trace` and `train_predictor`.
+    """
+    _require_other_prompts(manifests, rated)
+    features = features_of(target, drafter)
+    recorded = record_trace(target, drafter, manifests, features=features, slots=slots, progress=progress)
+    run = train_predictor(recorded, [recipe], device=target.device, progress=progress)
+    # A run hands its network over on the CPU; the scorer gets one of its own, so that the run can still be saved.
+    return PredictorScorer(copy.deepcopy(run.predictor).to(target.device), features), run
+
+
+def load_trace(path: str | Path, scorer: PredictorScorer | None = None) -> Trace:
+    """A recorded trace; one that holds features is scored anew as `PREDICTOR`, if there is a scorer.
+
+    Raises:
+        ValueError: see `Trace.load`, or features of drafts of another width.
+    """
+    trace = Trace.load(path)
+    return trace if scorer is None or trace.features is None else score_trace(trace, scorer.predictor, PREDICTOR)
+
+
+def replay_rows(trace: Trace, policies: Sequence[str], budgets: Sequence[float]) -> list[dict[str, Any]]:
+    """`Replay.table` of those policies whose scores the trace has.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown:
+        raise ValueError(f"policies={unknown} are unknown; allowed: {', '.join(POLICIES)}")
+    known = {*trace.scores, "oracle", None}
+    # "shared" goes by the drafter's own scores, which a trace does not hold.
+    possible = [name for name in policies if POLICIES[name][0] in known and name != "shared"]
+    return Replay(trace).table(possible, budgets)
+
+
+def checked_policy(trace: Trace) -> str:
+    """The policy that retention is stated for: DScale's where the trace has a predictor's scores, else by products."""
+    return CHECKED if PREDICTOR in trace.scores else "product"
+
+
+def retention_checks(
+    trace: Trace, budget: float, goal_seed: float = 0.0, goal_adjusted: float = 0.0, suffix: str = ""
+) -> dict[str, Check]:
+    """Shares of the accepted tokens that lengths keep: those that drafts choose for themselves, and those adjusted to
+    the budget.
+
+    Args:
+        trace: S drafts.
+        budget: mean rows a request.
+        goal_seed, goal_adjusted: least shares; 0 or less makes a check informative only.
+        suffix: appended to the names.
+    """
+    row = Replay(trace).row(checked_policy(trace), budget)
+    goals = {"seed": (row["retention_seed"], goal_seed), "adjusted": (row["retention"], goal_adjusted)}
+    return {
+        f"retention_{name}{suffix}": Check(value, goal if goal > 0 else None) for name, (value, goal) in goals.items()
+    }
+
+
+def _require_other_prompts(trained: Mapping[str, Manifest], rated: Mapping[str, Manifest]) -> None:
+    prompts = [{entry.prompt_ids for manifest in side.values() for entry in manifest} for side in (trained, rated)]
+    shared = len(prompts[0] & prompts[1])
+    if shared:
+        raise ValueError(f"{shared} prompts to train on are also among those to rate on; name other prompt sets")
