@@ -18,6 +18,8 @@ endif
 P ?= smoke
 WORKERS ?= 2
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
+# notebook.preset of every preset whose name starts with smoke.
+SMOKE := $(sort $(patsubst notebooks/params/%.yaml,%,$(wildcard notebooks/params/*.smoke*.yaml)))
 # What a run leaves in a notebook beyond outputs and counts.
 STRIP := --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill cell.metadata.execution" \
 	--drop-tagged-cells injected-parameters
@@ -58,8 +60,9 @@ format: $(READY)  ## format code and repair what can be repaired
 lab: embedded  ## open JupyterLab on the notebooks
 	$(PY) -m jupyter lab --notebook-dir notebooks
 
-smoke: embedded  ## run every notebook with its smoke preset
-	for notebook in $(NOTEBOOKS); do $(PY) -m workbench run $$notebook --preset smoke || exit 1; done
+smoke: embedded  ## run every notebook with each of its smoke presets
+	for preset in $(SMOKE); do \
+		$(PY) -m workbench run notebooks/$${preset%%.*}.ipynb --preset $${preset#*.} || exit 1; done
 
 run: embedded  ## run one notebook: make run NB=01_decode P=full
 	@test -n "$(NB)" || { echo "name a notebook, as in: make run NB=01_decode P=full" >&2; exit 2; }

@@ -266,12 +266,14 @@ def test_a_limit_does_not_change_what_is_drafted():
 
 
 def test_without_a_scorer_nodes_carry_the_log_probability_of_their_chain():
-    trees, _, session = proposals([request(2), request(0)])
+    trees, _, session = proposals([request(2), request(0)], build_policy("shared"))
     _, logits = session.draft([2, 0], [int(t.tokens[0]) for t in trees])
     best = logits.log_softmax(-1).amax(-1).cumsum(-1)
     for tree, expected in zip(trees, best.numpy(), strict=True):
         np.testing.assert_allclose(tree.scores[1:], expected, rtol=1e-4)
         assert tree.scores[0] == 0
+    trees, _, _ = proposals([request(2)], build_policy("uniform"))
+    assert not trees[0].scores.any(), "nobody reads them"
 
 
 def test_a_scorer_sees_the_signals_and_its_scores_are_used():

@@ -266,6 +266,21 @@ def test_sampled_runs_in_reduced_precision_are_checked_greedily(tiny_llama, meth
     rows = run_cells(Half(tiny_llama), methods, {"one": manifest}, config)
     assert calls[4:] == [("ar", 3, 2), ("scripted", 3, 2)], "two distinct prompts, each once"
     assert [(row["lossless"], row["equal"], row["checked"]) for row in rows] == [(True, 2, 2)] * 4
+    assert all(row["side_check"] for row in rows)
+
+
+def test_sampled_runs_by_rejection_are_checked_greedily(tiny_llama, methods, monkeypatch):
+    """Their outputs keep AR's law but not its tokens."""
+    manifest = Manifest.build({"a": [5, 6, 7], "b": [9]}, 5, 12, temperature=1.0, accept_rule="rejection")
+    calls = spy(monkeypatch)
+    config = replace(QUIET, concurrencies=(2,), repetitions=1)
+    rows = run_cells(tiny_llama, methods, {"one": manifest}, config)
+    assert calls == [("ar", 2, 5), ("scripted", 2, 5), ("ar", 2, 2), ("scripted", 2, 2)]
+    assert [(row["lossless"], row["checked"], row["side_check"]) for row in rows] == [(True, 2, True)] * 2
+    spy(monkeypatch, lambda name, outputs: [[0]] * len(outputs) if name == "scripted" else outputs)
+    assert [row["lossless"] for row in run_cells(tiny_llama, methods, {"one": manifest}, config)] == [True, False]
+    greedy = Manifest.build({"a": [5, 6, 7]}, 2, 12, accept_rule="rejection")
+    assert not any(row["side_check"] for row in run_cells(tiny_llama, {"ar": methods["ar"]}, {"one": greedy}, config))
 
 
 @pytest.mark.parametrize(

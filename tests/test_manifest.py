@@ -58,6 +58,33 @@ def test_every_field_and_the_order_count(change):
     assert Manifest((second, first)).digest != whole
 
 
+def test_later_fields_leave_old_digests_alone(tmp_path):
+    """Top-k, top-p and the accept rule are written only where they say something."""
+    plain = ManifestEntry("a", (1, 2), 8, 1.0, 3, 1)
+    assert Manifest((replace(plain, top_k=0, top_p=1, accept_rule="match"),)).digest == Manifest((plain,)).digest
+    for change in ({"top_k": 5}, {"top_p": 0.9}, {"accept_rule": "rejection"}, {"top_k": np.int64(5), "top_p": 0.5}):
+        entry = replace(plain, **change)
+        manifest = Manifest((plain, entry))
+        path = manifest.save(tmp_path / "m.jsonl")
+        old, new = (json.loads(line) for line in path.read_text().splitlines())
+        assert new == old | change and len(new) == len(old) + len(change)
+        again = Manifest.load(path)
+        assert again == manifest and again.digest == manifest.digest != Manifest((plain, plain)).digest
+        assert all(getattr(entry.sampling, name) == value for name, value in change.items())
+    built = Manifest.build(PROMPTS, 2, 9, 0.5, top_k=4, top_p=0.8, accept_rule="rejection")
+    assert {(e.top_k, e.top_p, e.accept_rule) for e in built} == {(4, 0.8, "rejection")}
+    assert Manifest.build(PROMPTS, 2, 9, 0.5).entries[0].sampling.accept_rule == "match"
+
+
+def test_outputs_that_can_be_compared():
+    manifest = Manifest.build(PROMPTS, 3, 9, 0.5)
+    assert manifest.fixed_outputs and not manifest.greedy
+    loose = Manifest.build(PROMPTS, 3, 9, 0.5, top_k=4, accept_rule="rejection")
+    assert not loose.fixed_outputs and not Manifest((*manifest, *loose)).fixed_outputs
+    assert Manifest.build(PROMPTS, 3, 9, accept_rule="rejection").fixed_outputs, "greedy requests draw nothing"
+    assert loose.greedy_prompts(9).digest == manifest.greedy_prompts(9).digest
+
+
 def test_greedy_prompts_hold_each_prompt_once():
     manifest = Manifest.build(PROMPTS | {"same": [4]}, 9, 6, temperature=0.7)
     short = manifest.greedy_prompts(4)
@@ -87,6 +114,10 @@ GOOD = {"id": "a", "prompt_ids": (1,), "max_new_tokens": 4}
         ({"seed": 1.5}, "seed=1.5"),
         ({"repetition": -1}, "repetition=-1"),
         ({"repetition": 0.5}, "repetition holds 0.5"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"accept_rule": "guess"}, "accept_rule='guess'; allowed: match, rejection"),
     ],
 )
 def test_bad_entries_are_refused(change, message):

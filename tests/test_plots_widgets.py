@@ -9,7 +9,7 @@ import pytest
 
 from workbench.show import plots
 from workbench.show.stream import coloured_text, token_origins
-from workbench.show.tables import cell_text, checks_rows, scalar_columns, styled, text_table
+from workbench.show.tables import cell_text, checks_rows, scalar_columns, styled, text_table, text_tables
 from workbench.show.tree_plot import draft_tree, round_views, token_label, tree_heights
 from workbench.show.widgets import PLOTLY_MIME, TreeExplorer
 from workbench.types import STAGES, DraftTree, GenerateResult, RoundStats, root_tree
@@ -263,3 +263,10 @@ def test_checks_rows():
         ("a", ">= 2.000", "NO"),
         ("b", "-", "-"),
     ]
+
+
+def test_several_tables_of_a_record_are_printed_by_themselves():
+    rows = [{"table": "a", "x": i} for i in range(5)] + [{"table": "b", "y": 7}]
+    assert text_tables(rows, max_rows=3) == "a:\nx\n0\n1\n2\n(2 more rows in the record)\n\nb:\ny\n7"
+    assert text_tables([{"x": 1}, {"x": 2}], max_rows=1) == text_table([{"x": 1}, {"x": 2}])
+    assert text_tables([]) == ""

@@ -9,26 +9,35 @@ from trace_setup import FuzzyChain, made_trace
 
 from workbench.budget.features import DraftFeatures
 from workbench.budget.policy import BudgetPolicy, allocate_full
-from workbench.budget.predictor import AcceptancePredictor, PredictorScorer
+from workbench.budget.predictor import AcceptancePredictor, PredictorInfo, PredictorScorer, save_predictor
 from workbench.budget.table import build_policy
 from workbench.decode.engine import generate
 from workbench.drafters.ar import build_ar
+from workbench.load import load_method
 from workbench.measure import serving_trace
 from workbench.measure.manifest import MIXED, Manifest, load_manifests
+from workbench.measure.predictor_quality import quality_rows, reliability_rows
 from workbench.measure.replay import Replay
 from workbench.measure.serving_trace import (
     checked_policy,
+    drawn_rounds,
     features_of,
+    kept_requests,
     load_trace,
+    manifest_requests,
     predictor_of,
+    quality_tables,
     record_trace,
     replay_rows,
     retention_checks,
     train_scorer,
+    training_tables,
     with_policy,
     with_predictor,
 )
+from workbench.train.data import Corpus
 from workbench.train.predictor_objective import PredictorRecipe
+from workbench.train.text import is_kept_for_predictors
 
 
 def scorer_for(target, seed=0) -> PredictorScorer:
@@ -101,19 +110,84 @@ def test_looped_outputs_are_marked(tiny_llama, manifests, chains, monkeypatch):
 def test_training_a_scorer(tiny_llama, manifests, chains):
     rated = {"three": Manifest.build({"r": [1, 2]}, 1, 24)}
     lessons = manifests | {"four": Manifest.build({"s": [11, 12], "t": [13, 14]}, 2, 40)}
-    scorer, run = train_scorer(tiny_llama, chains, lessons, rated, PredictorRecipe(epochs=2, batch_size=16), slots=3)
+    scorer, run = train_scorer(
+        tiny_llama,
+        chains,
+        manifest_requests(lessons),
+        rated.values(),
+        PredictorRecipe(epochs=2, batch_size=16),
+        slots=3,
+    )
     assert run.num_train > run.num_validation > 0 and len(run.rows) == 2
     assert isinstance(scorer.features, DraftFeatures) and scorer.predictor is not run.predictor
     for one, two in zip(scorer.predictor.parameters(), run.predictor.parameters(), strict=True):
         assert torch.equal(one, two)
     trace = record_trace(tiny_llama, chains, rated, scorer, scorer.features)
     assert np.isfinite(trace.scores["predictor"]).all() and trace.features.shape[1] == scorer.features.size
+    tables = training_tables(run)
+    assert [row["epoch"] for row in tables["training"]] == [1, 2] and tables["validation"][0]["group"] == "all"
+    (outcome,) = tables["predictor"]
+    assert outcome["validation_loss"] == min(row["validation_loss"] for row in tables["training"])
+    assert (outcome["num_train"], outcome["constant_loss"]) == (run.num_train, run.constant_loss)
 
 
 def test_no_prompt_is_rated_that_was_trained_on(tiny_llama, manifests, chains):
     rated = {"three": Manifest.build({"r": [1, 2], "s": [7, 8, 9]}, 2, 8)}
     with pytest.raises(ValueError, match="1 prompts to train on are also among those to rate on"):
-        train_scorer(tiny_llama, chains, manifests, rated, PredictorRecipe(epochs=1))
+        train_scorer(tiny_llama, chains, manifest_requests(manifests), rated.values(), PredictorRecipe(epochs=1))
+
+
+def test_the_recording_to_train_on_can_be_cut(tiny_llama, manifests, chains):
+    lessons, recipe = manifest_requests(manifests), PredictorRecipe(epochs=1, batch_size=4)
+    runs = [train_scorer(tiny_llama, chains, lessons, [], recipe, 3, rows)[1] for rows in (10, 0)]
+    rows = [run.num_train + run.num_validation for run in runs]
+    assert rows[0] <= 12 < rows[1], "the round that reaches ten drafts of three requests is the last"
+
+
+# --- what a record holds
+
+
+def test_what_figures_draw_is_in_tables():
+    trace = made_trace()
+    tables = quality_tables(trace)
+    assert tables["quality"] == quality_rows(trace) and tables["reliability"] == reliability_rows(trace)
+    assert [row["position"] for row in tables["calibration"]] == list(range(1, 16))
+    bare = replace(trace, scores={"product": trace.scores["predictor"]})
+    assert quality_tables(bare) == quality_tables(None) == {"quality": [], "calibration": [], "reliability": []}
+
+
+def test_drawn_rounds():
+    trace = made_trace(num_rounds=3)
+    rows = drawn_rounds(trace, 2, 6.0)
+    assert [row["round"] for row in rows] == [0] * 5 + [1] * 5
+    assert {(row["policy"], row["rows"]) for row in rows} == {("dvl", 6.0)}
+    drawn = [{name: row[name] for name in row if name not in ("round", "policy", "rows")} for row in rows[5:]]
+    assert drawn == Replay(trace).round_rows(1, "dvl", 6.0)
+    assert {row["round"] for row in drawn_rounds(trace, 9, 6.0)} == {0, 1, 2}
+    assert drawn_rounds(None, 2, 6.0) == drawn_rounds(trace, 0, 6.0) == []
+
+
+# --- the shipped pair
+
+
+def test_the_shipped_drafter_teaches_a_predictor(embedded, tmp_path):
+    """From a shard to a predictor, on those of its prompts that the drafter was kept from."""
+    texts = (f"Name a word that begins with {letter} and {other}." for letter in "abcdefgh" for other in "ijklmnop")
+    prompts = [embedded.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    kept = [prompt for prompt in prompts if is_kept_for_predictors(prompt)]
+    corpus = Corpus.from_responses([(prompt, [5, 2]) for prompt in prompts[:12] + kept])
+    np.savez(tmp_path / "train-0.npz", **{name: getattr(corpus, name) for name in corpus.__dataclass_fields__})
+    requests, labels = lessons = kept_requests(embedded, tmp_path, 20, sampled_share=0.5)
+    assert sorted(r.prompt_ids for r in requests) == sorted(map(tuple, kept)) and labels == ["0"] * len(kept)
+    assert sum(r.sampling.temperature == 1 for r in requests) == len(kept) // 2
+    drafter = load_method("dflash", embedded)
+    recipe = PredictorRecipe(epochs=1, batch_size=4)
+    scorer, run = train_scorer(embedded, drafter, lessons, [], recipe, slots=4, max_rows=30)
+    assert run.predictor.width == 16 and 4 < run.num_train + run.num_validation <= 33
+    info = PredictorInfo.of(scorer.features)
+    save_predictor(run.predictor, tmp_path / "p", info)
+    again = load_method("dscale", embedded, predictor=tmp_path / "p")
+    assert torch.equal(again.policy.scorer.predictor.layers[0].weight, scorer.predictor.layers[0].weight)
 
 
 def test_a_file_is_scored_anew_where_it_can_be(tiny_llama, manifests, chains, tmp_path):

@@ -24,7 +24,7 @@ from workbench.drafters.dflash import build_dflash
 from workbench.drafters.table import DRAFTERS
 from workbench.train.data import Corpus
 from workbench.train.predictor_objective import score_trace
-from workbench.train.trace import RecordingScorer, collect_trace, corpus_requests, kept_for_predictors, mark_prompts
+from workbench.train.trace import RecordingScorer, collect_trace, corpus_requests, mark_prompts
 from workbench.types import DraftRequest, Signals
 
 
@@ -330,17 +330,6 @@ def test_loops_are_marked_by_request():
     assert (marked.looped == (trace.prompt == 5)).all() and len(marked) == len(trace)
     with pytest.raises(ValueError):
         mark_prompts(trace, [True])
-
-
-def test_prompts_kept_for_predictors():
-    corpus = Corpus.from_responses([([i % 640, 7, i // 640], [1, 2 + i]) for i in range(1280)])
-    kept = kept_for_predictors(corpus)
-    assert 20 < kept.sum() < 60  # one in 32 of 1280
-    assert kept[:5].tolist() == [
-        prompt_digest([i, 7, 0])[0] == "0" and prompt_digest([i, 7, 0])[1] < "8" for i in range(5)
-    ]
-    turned = kept_for_predictors(corpus.select(np.arange(1280)[::-1]))
-    assert turned.tolist() == kept[::-1].tolist()
 
 
 def test_requests_of_a_corpus():

@@ -61,6 +61,28 @@ def test_fused_cross_entropy_equals_plain_autograd(chunk_rows, frozen):
     torch.testing.assert_close(fused, gradients(plain, *trained), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_over_a_whole_vocabulary_equals_that_of_torch(dtype):
+    """The vocabulary of Qwen3, with labels at both of its ends: sums over so many ids are where precision is lost."""
+    num_rows, vocab = 7, 151_936
+    states, head, weight, generator = inputs(num_rows, 8, vocab)
+    states, head = (tensor.detach().to(dtype).requires_grad_() for tensor in (states, head))
+    labels = torch.randint(vocab, (num_rows,), generator=generator)
+    labels[:2] = torch.tensor([0, vocab - 1])
+    with torch.no_grad():
+        labels[2] = (states[2] @ head.T).argmax()
+    loss, ce, agree = cross_entropy(states, head, labels, weight, chunk_rows=3)
+    fused = gradients(loss, states, head)
+    logits = (states @ head.T).float()  # rounded to the type of the head first, as both sides see them
+    plain_ce = functional.cross_entropy(logits, labels, reduction="none")
+    plain = (weight * plain_ce).sum()
+    torch.testing.assert_close(ce, plain_ce, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)
+    assert torch.equal(agree, logits.argmax(-1) == labels) and agree[2]
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    torch.testing.assert_close(fused, gradients(plain, states, head), **tolerance)
+
+
 def test_only_one_chunk_of_logits_exists_at_a_time_and_chunks_are_equal():
     states, head, weight, generator = inputs(num_rows=24)
     labels = torch.randint(11, (24,), generator=generator)

@@ -7,16 +7,28 @@ import pytest
 import torch
 from train_setup import VOCAB, tiny_corpus, tiny_model
 
+from workbench.budget.trace import prompt_digest
 from workbench.drafters.dart import DartDrafter, dart_taps
 from workbench.drafters.dart_files import load_dart
 from workbench.models.target import Target
+from workbench.train import text as text_module
 from workbench.train.dart_recipe import DartRecipe
 from workbench.train.data import Corpus, concatenate
 from workbench.train.evaluate import record_drafts, summary_rows
 from workbench.train.packing import BlockRule
 from workbench.train.recipe import training_set
 from workbench.train.schedule import TrainConfig
-from workbench.train.text import answered_corpus, find_shards, shard_corpus, split_held_out, training_text
+from workbench.train.text import (
+    ENVIRONMENT,
+    answered_corpus,
+    find_shards,
+    is_kept_for_predictors,
+    kept_for_predictors,
+    predictor_corpus,
+    shard_corpus,
+    split_held_out,
+    training_text,
+)
 
 
 def write_shard(path, corpus: Corpus) -> None:
@@ -46,8 +58,78 @@ def test_shards_give_the_first_short_samples_of_the_right_vocabulary(tmp_path):
     assert shard_corpus(paths, VOCAB, 0, longest).num_samples == len(short)
     with pytest.raises(ValueError, match="the target's vocabulary ends at"):
         shard_corpus(paths, int(corpus.tokens.max()), 0, 99)
-    with pytest.raises(ValueError, match="no sample has 1 tokens"):
+    with pytest.raises(ValueError, match="no sample has 1 tokens or fewer and a prompt that is for drafters"):
         shard_corpus(paths, VOCAB, 0, 1)
+
+
+def test_prompts_kept_for_predictors():
+    corpus = Corpus.from_responses([([i % 640, 7, i // 640], [1, 2 + i]) for i in range(1280)])
+    kept = kept_for_predictors(corpus)
+    assert 20 < kept.sum() < 60  # one in 32 of 1280
+    assert kept[:5].tolist() == [
+        prompt_digest([i, 7, 0])[0] == "0" and prompt_digest([i, 7, 0])[1] < "8" for i in range(5)
+    ]
+    turned = kept_for_predictors(corpus.select(np.arange(1280)[::-1]))
+    assert turned.tolist() == kept[::-1].tolist()
+
+
+def prompts_of(corpus: Corpus) -> set[tuple[int, ...]]:
+    return {tuple(corpus.sample(i)[: corpus.prompt_len[i]].tolist()) for i in range(corpus.num_samples)}
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards of 300 prompts with two responses each; about one prompt in 32 is for predictors."""
+    corpus = Corpus.from_responses([([i // 2 % 60, i // 120, 7], [1, 2 + i % 2]) for i in range(600)])
+    for number, part in enumerate((np.arange(300), np.arange(300, 600))):
+        write_shard(tmp_path / f"train-{number}.npz", corpus.select(part))
+    return tmp_path
+
+
+def test_drafters_and_predictors_never_share_a_prompt(shards, target, monkeypatch):
+    text = training_text(target, str(shards), 0, 64, [], 0, 0)
+    kept = predictor_corpus(shards, target)
+    every = training_text(target, str(shards), 0, 64, [], 0, 0, leave_out_predictor_prompts=False)
+    assert prompts_of(text) | prompts_of(kept) == prompts_of(every) and len(prompts_of(every)) == 300
+    assert not prompts_of(text) & prompts_of(kept)
+    assert text.num_samples + kept.num_samples == 600 and kept.num_samples == 2 * len(prompts_of(kept)) > 4
+    assert all(is_kept_for_predictors(prompt) for prompt in prompts_of(kept))
+    assert not any(is_kept_for_predictors(prompt) for prompt in prompts_of(text))
+    monkeypatch.setenv("WORKBENCH_DATA", str(shards))
+    assert prompts_of(predictor_corpus(ENVIRONMENT, target)) == prompts_of(kept)
+
+
+def test_what_is_left_out_does_not_count(shards):
+    """The number of samples is that of the samples used, and it is met from the next shard if need be."""
+    first = shard_corpus(find_shards(shards), VOCAB, 300, 64)
+    assert first.num_samples == 300 and not kept_for_predictors(first).any()
+    assert prompts_of(first) > prompts_of(shard_corpus(find_shards(shards)[:1], VOCAB, 0, 64))
+
+
+def test_nothing_is_left_for_a_use(tmp_path, target, monkeypatch):
+    of_use = {
+        use: [p for p in ([i, 5] for i in range(60)) if is_kept_for_predictors(p) == use] for use in (True, False)
+    }
+    for use, name in ((True, "drafters"), (False, "predictors")):
+        folder = tmp_path / name
+        write_shard(folder / "train-0.npz", Corpus.from_responses([(p, [1]) for p in of_use[use]]))
+        with pytest.raises(ValueError, match=f"no sample has 64 tokens or fewer and a prompt that is for {name}"):
+            shard_corpus(find_shards(folder), VOCAB, 0, 64, name)
+    with pytest.raises(ValueError, match="use='drafter'; allowed: drafters, predictors, all"):
+        shard_corpus(find_shards(folder), VOCAB, 0, 64, "drafter")
+    monkeypatch.delenv("WORKBENCH_DATA", raising=False)
+    with pytest.raises(ValueError, match="WORKBENCH_DATA is not set"):
+        predictor_corpus(ENVIRONMENT, target)
+
+
+def test_answered_prompts_are_divided_likewise(target, monkeypatch):
+    monkeypatch.setattr(text_module, "is_kept_for_predictors", lambda prompt: prompt == asked[1])
+    asked = [target.encode_chat(p.messages()) for p in text_module.load_prompts("maths", limit=3)]
+    found = {use: answered_corpus(target, ["maths"], 3, 4, sampled=False, use=use) for use in text_module.USES}
+    given = {use: [corpus.sample(i)[:8].tolist() for i in range(corpus.num_samples)] for use, corpus in found.items()}
+    assert given == {"drafters": [asked[0], asked[2]], "predictors": [asked[1]], "all": asked}
+    with pytest.raises(ValueError, match=r"prompt_sets=\['maths'\], num_prompts=1: none of the 1 prompts is for pred"):
+        answered_corpus(target, ["maths"], 1, 4, use="predictors")
 
 
 class Words:

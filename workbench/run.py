@@ -34,7 +34,7 @@ from workbench.measure.parameters import RUN_DIR, Parameter, read_options, read_
 from workbench.measure.records import RECORD, load_record, make_record, new_run_id, save_record, write_json
 from workbench.paths import notebooks_dir, repo_root, reports_dir
 from workbench.show.report import read_notebook, save_figures, write_report
-from workbench.show.tables import checks_rows, text_table
+from workbench.show.tables import checks_rows, text_table, text_tables
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _STATUS = {OK: "ok", FAILED: "failed", INTERRUPTED: "interrupted"}
@@ -277,7 +277,7 @@ def describe_run(code: int, folder: Path) -> str:
     record = load_record(folder)
     parts = []
     if record["rows"]:
-        parts.append(text_table(record["rows"]))
+        parts.append(text_tables(record["rows"]))
     if record["checks"]:
         parts.append(text_table(checks_rows(record["checks"])))
     if code != OK:

@@ -166,10 +166,12 @@ class Policy(Protocol):
     Attributes:
         name: how reports call it.
         scorer: fills in the scores of chains; None when those that the drafter gives are used, or none.
+        reads_scores: False when lengths do not depend on scores, so that none need be computed.
     """
 
     name: str
     scorer: Scorer | None
+    reads_scores: bool
 
     def allocate(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """The part of each tree that is verified this round, closed under ancestors."""
@@ -229,6 +231,7 @@ class RoundStats:
         stage_s: seconds of every stage of this round, shared by the requests of the round.
         num_requests: requests in the round.
         max_depth: depth of the deepest verified node.
+        num_scheduled: rows the target ran for all requests of the round, sentinels counted.
         tree, path: the verified tree and its accepted nodes (root first); only with tracing on.
     """
 
@@ -239,6 +242,7 @@ class RoundStats:
     stage_s: dict[str, float]
     num_requests: int = 1
     max_depth: int = 0
+    num_scheduled: int = 0
     tree: DraftTree | None = None
     path: tuple[int, ...] | None = None
 

@@ -39,6 +39,11 @@ class BudgetPolicy:
         if not 1 <= self.rows <= MAX_TREE_ROWS:
             raise ValueError(f"rows is {self.rows}, allowed 1..{MAX_TREE_ROWS}")
 
+    @property
+    def reads_scores(self) -> bool:
+        """See `workbench.types.Policy`."""
+        return self.allocator not in (allocate_full, allocate_uniform)
+
     def allocate(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """See `workbench.types.Policy`.
 

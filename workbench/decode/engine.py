@@ -213,7 +213,7 @@ class Engine:
         stage_s = timer.take()
         events: list[Event] = []
         for x, drafted, tree, got in zip(live, proposed, trees, accepted, strict=True):
-            stats = self._stats(drafted, tree, got, stage_s, len(live))
+            stats = self._stats(drafted, tree, got, stage_s, len(live), num_rows)
             tokens = [*tree.tokens[list(got.path[1:])].tolist(), got.bonus]
             events += self._emit(x, x.extend(tokens), stats)
         return events
@@ -261,7 +261,13 @@ class Engine:
         )
 
     def _stats(
-        self, drafted: DraftTree, tree: DraftTree, got: Accepted, stage_s: dict[str, float], num_requests: int
+        self,
+        drafted: DraftTree,
+        tree: DraftTree,
+        got: Accepted,
+        stage_s: dict[str, float],
+        num_requests: int,
+        num_rows: int,
     ) -> RoundStats:
         return RoundStats(
             num_drafted=drafted.num_nodes,
@@ -270,6 +276,7 @@ class Engine:
             num_emitted=0,
             stage_s=stage_s,
             num_requests=num_requests,
+            num_scheduled=num_rows,
             max_depth=int(tree.depths.max()),
             tree=tree if self.trace else None,
             path=got.path if self.trace else None,

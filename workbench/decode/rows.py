@@ -69,20 +69,34 @@ class Workspace:
         Raises:
             ValueError: more requests or rows than there is room for, or fewer rows asked for than are live.
         """
-        counts = [len(t.tokens) for t in trees]
-        starts = np.concatenate([[0], np.cumsum(counts)])
+        starts = np.concatenate([[0], np.cumsum([len(t.tokens) for t in trees])])
         live = int(starts[-1])
         total = live if num_rows is None else num_rows
         if not 1 <= len(trees) <= self.max_requests:
             raise ValueError(f"{len(trees)} requests outside 1..{self.max_requests}")
         if not live <= total <= self.max_rows:
             raise ValueError(f"num_rows={total} outside {live} (live rows)..{self.max_rows} (room of the workspace)")
-        tokens, positions, slot_of_row, kv_row, ancestors, all_starts, all_slots, all_context = self._host
-        contexts = np.asarray(context_len)
         masks = np.concatenate([ancestor_masks(t.parents) for t in trees])
+        self._fill(trees, np.asarray(slots), np.asarray(context_len), starts, masks, total)
+        if self._device_buffer is not self._host_buffer:
+            self._device_buffer.copy_(self._host_buffer, non_blocking=True)
+        return self._views(slots, context_len, starts, masks, total)
+
+    def _fill(
+        self,
+        trees: Sequence[DraftTree],
+        slots: np.ndarray,
+        contexts: np.ndarray,
+        starts: np.ndarray,
+        masks: np.ndarray,
+        total: int,
+    ) -> None:
+        """Writes all fields on the host."""
+        live, counts = starts[-1], np.diff(starts)
+        tokens, positions, slot_of_row, kv_row, ancestors, all_starts, all_slots, all_context = self._host
         tokens[:live] = np.concatenate([t.tokens for t in trees])
         positions[:live] = np.repeat(contexts, counts) + np.concatenate([t.depths for t in trees])
-        slot_of_row[:live] = np.repeat(np.asarray(slots), counts)
+        slot_of_row[:live] = np.repeat(slots, counts)
         kv_row[:live] = np.arange(live) - np.repeat(starts[:-1] - contexts, counts)
         ancestors[:live] = masks.view(np.int64)
         for field, sentinel in zip(self._host, (0, 0, 0, self._dead_row, 0), strict=False):
@@ -92,8 +106,11 @@ class Workspace:
         for field, values in ((all_slots, slots), (all_context, contexts)):
             field[: len(trees)] = values
             field[len(trees) :] = 0
-        if self._device_buffer is not self._host_buffer:
-            self._device_buffer.copy_(self._host_buffer, non_blocking=True)
+
+    def _views(
+        self, slots: Sequence[int], context_len: Sequence[int], starts: np.ndarray, masks: np.ndarray, total: int
+    ) -> PackedRows:
+        num_requests = len(starts) - 1
         return PackedRows(
             tokens=self.tokens[:total],
             positions=self.positions[:total],
@@ -104,12 +121,12 @@ class Workspace:
             starts=tuple(starts.tolist()),
             context_len=tuple(int(c) for c in context_len),
             metadata=RowMetadata(
-                self.slots[: len(trees)],
-                self.starts[: len(trees) + 1],
-                self.context_len[: len(trees)],
+                self.slots[:num_requests],
+                self.starts[: num_requests + 1],
+                self.context_len[:num_requests],
                 self.ancestors[:total],
-                max(counts),
-                int(contexts.max()),
+                int(np.diff(starts).max()),
+                int(max(context_len)),
             ),
         )
 

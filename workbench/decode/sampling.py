@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from workbench.models.argmax import argmax_ids
+
 #: Temperatures below this are greedy.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -90,9 +92,9 @@ def argmax_tokens(logits: torch.Tensor) -> np.ndarray:
     Raises:
         FloatingPointError: a row without a finite largest logit.
     """
-    best = logits.max(dim=-1)
-    _require_finite(best.values)
-    return best.indices.cpu().numpy()
+    best = argmax_ids(logits)
+    _require_finite(logits.gather(-1, best[:, None]))
+    return best.cpu().numpy()
 
 
 def _require_finite(values: torch.Tensor) -> None:

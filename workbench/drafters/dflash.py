@@ -23,6 +23,7 @@ from workbench.drafters.dflash_files import load_dflash
 from workbench.drafters.dflash_model import DFlashModel
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
+from workbench.models.argmax import argmax_ids
 from workbench.models.cache import SlotCache
 from workbench.models.target import Target
 from workbench.paths import data_dir
@@ -145,7 +146,8 @@ class DFlashSession:
     def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
         """One chain a request, from one forward for all of them.
 
-        Nodes are scored by the policy's scorer, or else by the log-probability of the chain down to them.
+        Nodes are scored by the policy's scorer, or by the log-probability of the chain down to them; with zeros where
+        the policy reads no scores, since each costs a pass over the vocabulary.
 
         Raises:
             ValueError: a request whose newest token does not follow its committed ones.
@@ -155,11 +157,14 @@ class DFlashSession:
         places = [i for i, limit in enumerate(limits) if limit > 0]
         if not places:
             return trees
-        scorer = self._drafter.policy.scorer
+        policy = self._drafter.policy
+        scorer = policy.scorer
         with timer.stage("draft"):
             signals = self._signals([requests[i] for i in places])
             tokens = signals.tokens.cpu().numpy()
-            scores = draft_log_probs(signals).cumsum(-1).cpu().numpy() if scorer is None else None
+            scores = np.zeros(tokens.shape, np.float32)
+            if scorer is None and policy.reads_scores:
+                scores = draft_log_probs(signals).cumsum(-1).cpu().numpy()
         if scorer is not None:
             with timer.stage("allocate"):
                 scores = scorer(signals)
@@ -174,7 +179,7 @@ class DFlashSession:
                     f"slot {r.slot}: {len(r.tokens)} tokens; needed: the {self._lengths[r.slot]} committed and the root"
                 )
         hidden, logits = self.draft([r.slot for r in requests], [int(r.tokens[-1]) for r in requests])
-        return Signals(requests, _argmax(logits), hidden, logits)
+        return Signals(requests, argmax_ids(logits), hidden, logits)
 
     @torch.inference_mode()
     def draft(self, slots: Sequence[int], anchors: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,13 +248,6 @@ class DFlashSession:
             return cached[this_round.slot : this_round.slot + 1, :stop]
         gathered = cached.flatten(0, 1).index_select(0, this_round.cache_rows)
         return gathered.unflatten(0, (len(this_round.cos), -1))
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """[R, n] int64, the lowest id on ties."""
-    if logits.device.type == "cpu":  # numpy is ten times as fast here
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
 
 
 def build_dflash(

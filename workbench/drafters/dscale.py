@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from workbench.budget.predictor import load_scorer
+from workbench.budget.predictor import PredictorScorer, load_scorer
 from workbench.budget.table import POLICIES, build_policy
 from workbench.drafters.dflash import DFlashDrafter, build_dflash
 from workbench.drafters.oracle import Continuation, OracleScorer
@@ -37,8 +37,8 @@ def build_dscale(
     Args:
         target: the target.
         path: folder of the DFlash weights; None takes the shipped ones of the embedded target.
-        predictor: file of the acceptance predictor; "default" for the shipped one. Policies that do not ask it never
-            read it.
+        predictor: file of the acceptance predictor; "default" for the one that is shipped with the shipped weights.
+            Policies that do not ask it never read it.
         policy: key of `workbench.budget.table.POLICIES`: "dvl" as published, "seed" without the adjustment to the
             budget, "topk" the best candidates of all requests at once, "uniform" and "full" without scores, others to
             compare with.
@@ -53,21 +53,28 @@ def build_dscale(
     needed = POLICIES[policy][0] if policy in POLICIES else None
     scorer: Scorer | None = None
     if needed == "predictor":
-        scorer = load_scorer(_predictor_file(target, predictor), target.lm_head.weight.detach())
+        scorer = _predictor(target, path, predictor)
     elif needed == "oracle":
         scorer = OracleScorer(target, continuation)
     chosen = build_policy(policy, rows, scorer, seed)
     drafter = build_dflash(target, path, policy=chosen, dtype=dtype)
+    if isinstance(scorer, PredictorScorer) and scorer.predictor.width != drafter.max_nodes + 1:
+        raise ValueError(
+            f"predictor={str(predictor)!r} is for drafts of {scorer.predictor.width} rows, the drafter's have "
+            f"{drafter.max_nodes + 1}"
+        )
     drafter.name = "dscale"
     return drafter
 
 
-def _predictor_file(target: Target, predictor: str | Path) -> Path:
+def _predictor(target: Target, path: str | Path | None, predictor: str | Path) -> PredictorScorer:
+    if target.lm_head.bias is not None:
+        raise ValueError("the target's output head has a bias, which the predictor's features do not know of")
     if predictor != "default":
-        return Path(predictor)
-    if target.name != "embedded":
+        return load_scorer(predictor, target.lm_head.weight.detach())
+    if target.name != "embedded" or path is not None:
+        whose = f"target {target.name!r}" if path is None else f"the drafter in {str(path)!r}"
         raise ValueError(
-            f"predictor is unset and none is shipped for target {target.name!r}; name a file, or take a policy that "
-            "asks no predictor"
+            f"predictor is unset and none is shipped for {whose}; name a file, or take a policy that asks no predictor"
         )
-    return data_dir() / "embedded" / "dscale" / PREDICTOR
+    return load_scorer(data_dir() / "embedded" / "dscale" / PREDICTOR, target.lm_head.weight.detach())

@@ -7,7 +7,7 @@ every repetition, so that no one gains by order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import isnan
 from typing import Any
@@ -83,16 +83,18 @@ class Verdict:
     """What the losslessness check found in all runs of one cell.
 
     Attributes:
-        lossless: every output is AR's, up to near-ties of a dtype below float32.
+        lossless: every output that was compared is AR's, up to near-ties of a dtype below float32.
         equal: requests whose output is AR's token for token, in the worst run.
         checked: requests that were compared in each run.
         worst_margin: largest logit margin at a divergence; None without one.
+        side_check: not the measured outputs were compared, but those of a short greedy run of the same prompts.
     """
 
     lossless: bool
     equal: int
     checked: int
     worst_margin: float | None
+    side_check: bool = False
 
 
 def run_cells(
@@ -151,17 +153,18 @@ def _verdicts(
 ) -> dict[tuple[str, int], Verdict]:
     """(method, concurrency) -> what the check says, by concurrency, then in order of the methods.
 
-    Draws are keyed by seed and position, so sampled outputs equal AR's too. In reduced precision a draw gives no margin
-    to judge a divergence by; sampled manifests are checked there by a short greedy run of their prompts.
+    Draws are keyed by seed and position, so sampled outputs equal AR's too. Two kinds of sampled manifests are checked
+    by a short greedy run of their prompts instead: in reduced precision a draw gives no margin to judge a divergence
+    by, and the rule "rejection" keeps the law of AR's outputs but not their tokens.
     """
     measured = {run.method for run in runs}
     cells = [(name, c) for c in config.concurrencies for name in methods if name in measured]
     most = max(config.concurrencies)
-    if not manifest.greedy and target.dtype.itemsize < 4:
+    if not manifest.fixed_outputs or (not manifest.greedy and target.dtype.itemsize < 4):
         short = manifest.greedy_prompts(SIDE_CHECK_TOKENS)
         outputs = {name: run_load(target, drafter, short, most).outputs for name, drafter in methods.items()}
         of = {name: _verdict(target, short, outputs[BASELINE], [outputs[name]], config) for name in measured}
-        return {(name, c): of[name] for name, c in cells}
+        return {(name, c): replace(of[name], side_check=True) for name, c in cells}
     reference = next((run.outputs for run in runs if run.method == BASELINE), None)
     if reference is None:
         reference = run_load(target, methods[BASELINE], manifest, most).outputs
@@ -219,6 +222,7 @@ def cell_row(prompt_set: str, manifest: Manifest, runs: Sequence[Run], verdict: 
         "equal": verdict.equal,
         "checked": verdict.checked,
         "worst_margin": verdict.worst_margin,
+        "side_check": verdict.side_check,
         "repetitions": len(runs),
         "prompts": manifest.num_prompts,
         "manifest": manifest.digest,

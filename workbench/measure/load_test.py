@@ -168,11 +168,10 @@ class _ClosedLoop:
             events = self._engine.step()
             now = self._clock() - self._begin
             tokens = [event for event in events if isinstance(event, TokenEvent)]
-            live_rows = sum(event.stats.num_verified for event in tokens if event.stats is not None)
-            bucket = self._engine.row_bucket
-            self.scheduled_rows += -(-live_rows // bucket) * bucket
-            self.rounds += live_rows > 0
-            self.prefills += live_rows == 0
+            stats = next((event.stats for event in tokens if event.stats is not None), None)
+            self.scheduled_rows += stats.num_scheduled if stats else 0
+            self.rounds += stats is not None
+            self.prefills += stats is None
             for event in tokens:
                 self.chunks[self._place[event.request]].append(now)
             for event in events:

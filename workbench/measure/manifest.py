@@ -1,7 +1,8 @@
 """What a load test asks for: a fixed list of requests with a digest, so that two systems provably saw the same work.
 
 A file holds one request a line as JSON with sorted keys and no spaces; the digest is the sha256 of those bytes, which
-`sha256sum` prints too. Runs nothing.
+`sha256sum` prints too. Fields that came later (`_LATER`) are written only where they differ from their defaults, so
+that digests of older manifests stay. Runs nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from workbench.prompts import load_prompts
 #: Name of the manifest that holds all prompt sets.
 MIXED = "mixed"
 
+_LATER = ("top_k", "top_p", "accept_rule")
+
 
 @dataclass(frozen=True)
 class ManifestEntry:
@@ -36,6 +39,7 @@ class ManifestEntry:
         temperature: 0 for greedy.
         seed: key of its sampling.
         repetition: how often the manifest had asked for this prompt before.
+        top_k, top_p, accept_rule: of its sampling, see `SamplingConfig`.
     """
 
     id: str
@@ -44,6 +48,9 @@ class ManifestEntry:
     temperature: float = 0.0
     seed: int = 0
     repetition: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    accept_rule: str = "match"
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -53,20 +60,27 @@ class ManifestEntry:
         if self.repetition < 0:
             raise ValueError(f"repetition={self.repetition} must be at least 0")
         checked = self.sampling
-        object.__setattr__(self, "max_new_tokens", int(checked.max_new_tokens))
-        object.__setattr__(self, "temperature", float(checked.temperature))  # 0 and 0.0 have one digest
-        object.__setattr__(self, "seed", int(checked.seed))
+        # 0 and 0.0 have one digest.
+        kinds = {"max_new_tokens": int, "temperature": float, "seed": int, "top_k": int, "top_p": float}
+        for name, kind in kinds.items():
+            object.__setattr__(self, name, kind(getattr(checked, name)))
         object.__setattr__(self, "repetition", int(self.repetition))
 
     @property
     def sampling(self) -> SamplingConfig:
         """How the request is decoded."""
-        return SamplingConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature, seed=self.seed)
+        names = ("max_new_tokens", "temperature", "seed", *_LATER)
+        return SamplingConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def request(self) -> Request:
         """The request as an engine takes it."""
         return Request(self.prompt_ids, self.sampling)
+
+    @property
+    def fixed_output(self) -> bool:
+        """True if all methods emit the same tokens: greedy, or each token drawn by its seed and position alone."""
+        return self.sampling.greedy or self.accept_rule == "match"
 
 
 @dataclass(frozen=True)
@@ -88,13 +102,16 @@ class Manifest:
         max_new_tokens: int,
         temperature: float = 0.0,
         seed: int = 0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        accept_rule: str = "match",
     ) -> Manifest:
         """Cycles through distinct prompts in their order until there are enough requests.
 
         Args:
             prompts: id -> token ids.
             num_requests: requests in all.
-            max_new_tokens, temperature: the same for every request.
+            max_new_tokens, temperature, top_k, top_p, accept_rule: the same for every request.
             seed: request i samples with seed + i, so that repetitions of a prompt are independent.
 
         Raises:
@@ -104,11 +121,12 @@ class Manifest:
         if not prompts or num_requests < 1:
             raise ValueError(f"{len(prompts)} prompts, num_requests={num_requests}: need at least one of each")
         ids = list(prompts)
+        rest = (top_k, top_p, accept_rule)
         entries = []
         for i in range(num_requests):
             repetition, which = divmod(i, len(ids))
-            tokens = prompts[ids[which]]
-            entries.append(ManifestEntry(ids[which], tuple(tokens), max_new_tokens, temperature, seed + i, repetition))
+            tokens = tuple(prompts[ids[which]])
+            entries.append(ManifestEntry(ids[which], tokens, max_new_tokens, temperature, seed + i, repetition, *rest))
         return cls(tuple(entries))
 
     @classmethod
@@ -138,7 +156,7 @@ class Manifest:
 
     @cached_property
     def _bytes(self) -> bytes:
-        lines = (json.dumps(asdict(entry), sort_keys=True, separators=(",", ":")) + "\n" for entry in self.entries)
+        lines = (json.dumps(_written(entry), sort_keys=True, separators=(",", ":")) + "\n" for entry in self.entries)
         return "".join(lines).encode()
 
     @cached_property
@@ -155,7 +173,7 @@ class Manifest:
         """Each distinct prompt once, decoded greedily up to `max_new_tokens` tokens (or its own cap, if smaller)."""
         first = {entry.prompt_ids: entry for entry in reversed(self.entries)}
         entries = [
-            replace(entry, max_new_tokens=min(entry.max_new_tokens, max_new_tokens), temperature=0.0)
+            replace(entry, max_new_tokens=min(entry.max_new_tokens, max_new_tokens), temperature=0.0, **_defaults())
             for entry in self.entries
             if first[entry.prompt_ids] is entry
         ]
@@ -165,6 +183,11 @@ class Manifest:
     def greedy(self) -> bool:
         """True if every request is decoded greedily."""
         return all(entry.sampling.greedy for entry in self.entries)
+
+    @property
+    def fixed_outputs(self) -> bool:
+        """True if the outputs of all methods can be compared token by token."""
+        return all(entry.fixed_output for entry in self.entries)
 
     @property
     def max_len(self) -> int:
@@ -187,6 +210,9 @@ def load_manifests(
     seed: int = 0,
     num_prompts: int | None = None,
     mixed: bool = False,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    accept_rule: str = "match",
 ) -> dict[str, Manifest]:
     """Manifests of prompt sets by name.
 
@@ -194,7 +220,7 @@ def load_manifests(
         target: its chat template and tokenizer make the token ids.
         prompt_sets: names or files, see `load_prompts`.
         num_requests: requests of each manifest.
-        max_new_tokens, temperature, seed: see `Manifest.build`.
+        max_new_tokens, temperature, seed, top_k, top_p, accept_rule: see `Manifest.build`.
         num_prompts: most distinct prompts of each set, from its start; None for all.
         mixed: one manifest named `MIXED` instead, which takes from the sets in turn.
 
@@ -210,16 +236,24 @@ def load_manifests(
     if mixed:
         turns = zip_longest(*(prompts.items() for prompts in sets.values()))
         sets = {MIXED: dict(pair for turn in turns for pair in turn if pair is not None)}
-    return {
-        name: Manifest.build(prompts, num_requests, max_new_tokens, temperature, seed) for name, prompts in sets.items()
-    }
+    common = (num_requests, max_new_tokens, temperature, seed, top_k, top_p, accept_rule)
+    return {name: Manifest.build(prompts, *common) for name, prompts in sets.items()}
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in fields(ManifestEntry) if field.name in _LATER}
+
+
+def _written(entry: ManifestEntry) -> dict[str, Any]:
+    later = _defaults()
+    return {name: value for name, value in asdict(entry).items() if name not in later or value != later[name]}
 
 
 def _entry(fields_given: Any) -> ManifestEntry:
-    names = [field.name for field in fields(ManifestEntry)]
-    if not isinstance(fields_given, dict) or set(fields_given) != set(names):
+    names = [field.name for field in fields(ManifestEntry) if field.name not in _LATER]
+    if not isinstance(fields_given, dict) or set(fields_given) - set(_LATER) != set(names):
         found = sorted(fields_given) if isinstance(fields_given, dict) else type(fields_given).__name__
-        raise ValueError(f"a request has the fields {', '.join(names)}; found {found}")
+        raise ValueError(f"a request has the fields {', '.join(names)} and may have {', '.join(_LATER)}; found {found}")
     return ManifestEntry(**fields_given)
 
 

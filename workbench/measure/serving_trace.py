@@ -1,4 +1,5 @@
-"""Traces for a serving report: recorded from the requests of manifests, or read from a file; then replayed.
+"""Traces for a serving report: recorded from the requests of manifests or read from a file, then rated and replayed;
+and predictors trained on prompts of their own.
 
 Handed drafters that were built already; their weights are used again under the recording policy.
 """
@@ -6,7 +7,7 @@ Handed drafters that were built already; their weights are used again under the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,26 @@ from workbench.budget.predictor import PredictorScorer
 from workbench.budget.scorers import gap_scores, minimum_scores, product_scores, random_scorer
 from workbench.budget.table import POLICIES
 from workbench.budget.trace import Trace
+from workbench.decode.live import Request
 from workbench.measure.manifest import Manifest
+from workbench.measure.predictor_quality import calibration_rows, quality_rows, reliability_rows
 from workbench.measure.records import Check
 from workbench.measure.replay import Replay
 from workbench.measure.statistics import is_looped
 from workbench.models.target import Target
 from workbench.train.predictor_objective import PredictorRecipe, PredictorRun, score_trace, train_predictor
-from workbench.train.trace import collect_trace, mark_prompts
+from workbench.train.text import predictor_corpus
+from workbench.train.trace import collect_trace, corpus_requests, mark_prompts
 from workbench.types import Drafter, Policy, Scorer
 
 #: What scores of a predictor are called in a trace; policies of the table look for this name.
 PREDICTOR = "predictor"
 #: Policy whose retention the checks speak of: DScale's.
 CHECKED = "dvl"
+
+Row = dict[str, Any]
+#: Requests, and what each of them is grouped by in reports.
+Labelled = tuple[list[Request], list[str]]
 
 
 def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
@@ -59,6 +67,28 @@ def features_of(target: Target, drafter: Drafter) -> DraftFeatures:
     return DraftFeatures(target.hidden_size, target.lm_head.weight, drafter.max_nodes + 1)
 
 
+def manifest_requests(manifests: Mapping[str, Manifest]) -> Labelled:
+    """All requests of manifests, each with the label of its own."""
+    pairs = [(entry.request, label) for label, manifest in manifests.items() for entry in manifest]
+    return [request for request, _ in pairs], [label for _, label in pairs]
+
+
+def kept_requests(
+    target: Target, folder: str | Path, max_new_tokens: int, sampled_share: float = 0.1, seed: int = 0
+) -> Labelled:
+    """Requests for those prompts of training shards that drafters are kept from, with the numbers of their sources.
+
+    Args:
+        target, folder: see `predictor_corpus`.
+        max_new_tokens, sampled_share, seed: see `corpus_requests`.
+
+    Raises:
+        ValueError: see `predictor_corpus` and `corpus_requests`.
+    """
+    corpus = predictor_corpus(folder, target)
+    return corpus_requests(corpus, (), sampled_share, max_new_tokens, seed)
+
+
 def record_trace(
     target: Target,
     drafter: Drafter,
@@ -85,52 +115,96 @@ def record_trace(
     Raises:
         ValueError: no manifest, or see `collect_trace`.
     """
-    entries = [(label, entry) for label, manifest in manifests.items() for entry in manifest]
     scorers: dict[str, Scorer] = {"product": product_scores, "minimum": minimum_scores, "gap": gap_scores}
     scorers["random"] = random_scorer(0)
     if predictor is not None:
         scorers[PREDICTOR] = predictor
-    recording = collect_trace(
-        target,
-        lambda policy: with_policy(drafter, policy),
-        [entry.request for _, entry in entries],
-        features,
-        scorers,
-        [label for label, _ in entries],
-        slots,
-        progress=progress,
-    )
-    return mark_prompts(recording.trace, [is_looped(output) for output in recording.outputs])
+    return _record(target, drafter, manifest_requests(manifests), features, scorers, slots, None, progress)
 
 
 def train_scorer(
     target: Target,
     drafter: Drafter,
-    manifests: Mapping[str, Manifest],
-    rated: Mapping[str, Manifest],
+    lessons: Labelled,
+    rated: Iterable[Manifest],
     recipe: PredictorRecipe,
     slots: int = 8,
+    max_rows: int | None = None,
     progress: bool = False,
 ) -> tuple[PredictorScorer, PredictorRun]:
-    """Records a trace of manifests and trains a predictor on it.
+    """Records drafts of requests and trains a predictor on them.
 
     Args:
-        target, drafter, manifests, slots, progress: see `record_trace`.
-        rated: requests that the predictor is to be rated on; none of their prompts may be among `manifests`.
+        target, drafter, slots, progress: see `record_trace`.
+        lessons: requests for prompts that the drafter was not trained on.
+        rated: requests that the predictor is to be rated on; none of their prompts may be among the lessons.
         recipe: of the training.
+        max_rows: stop the recording after the round that reaches so many drafts; None or 0 for no limit.
 
     Returns:
         The scorer on the target's device, and the run, with its own held-back prompts scored.
 
     Raises:
-        ValueError: shared prompts, or see `record_trace` and `train_predictor`.
+        ValueError: shared prompts, or see `collect_trace` and `train_predictor`.
     """
-    _require_other_prompts(manifests, rated)
+    _require_other_prompts(lessons[0], rated)
     features = features_of(target, drafter)
-    recorded = record_trace(target, drafter, manifests, features=features, slots=slots, progress=progress)
+    recorded = _record(target, drafter, lessons, features, {}, slots, max_rows or None, progress)
     run = train_predictor(recorded, [recipe], device=target.device, progress=progress)
     # A run hands its network over on the CPU; the scorer gets one of its own, so that the run can still be saved.
     return PredictorScorer(copy.deepcopy(run.predictor).to(target.device), features), run
+
+
+def _record(
+    target: Target,
+    drafter: Drafter,
+    labelled: Labelled,
+    features: DraftFeatures | None,
+    scorers: Mapping[str, Scorer],
+    slots: int,
+    max_rows: int | None,
+    progress: bool,
+) -> Trace:
+    requests, labels = labelled
+    recording = collect_trace(
+        target,
+        lambda policy: with_policy(drafter, policy),
+        requests,
+        features,
+        scorers,
+        labels,
+        slots,
+        max_rows,
+        progress=progress,
+    )
+    return mark_prompts(recording.trace, [is_looped(output) for output in recording.outputs])
+
+
+def training_tables(run: PredictorRun) -> dict[str, list[Row]]:
+    """Tables of a training: "training" its curve, "predictor" its outcome in one row, "validation" the quality on the
+    prompts that it held back."""
+    names = ("num_train", "num_validation", "validation_loss", "constant_loss")
+    outcome = {name: getattr(run, name) for name in names}
+    return {"training": run.rows, "predictor": [outcome], "validation": quality_rows(run.validation)}
+
+
+def quality_tables(trace: Trace | None) -> dict[str, list[Row]]:
+    """Tables "quality", "calibration" and "reliability"; empty ones where a trace has no scores of a predictor."""
+    makers = {"quality": quality_rows, "calibration": calibration_rows, "reliability": reliability_rows}
+    rated = trace is not None and PREDICTOR in trace.scores
+    return {name: make(trace, PREDICTOR) if rated else [] for name, make in makers.items()}
+
+
+def drawn_rounds(trace: Trace | None, count: int, budget: float) -> list[Row]:
+    """The first rounds of a trace as `Replay.round_rows` by the checked policy, with round, policy and rows besides."""
+    if trace is None:
+        return []
+    replay, policy = Replay(trace), checked_policy(trace)
+    return [
+        {"round": number, "policy": policy, "rows": budget} | row
+        for number in range(min(count, len(trace.rounds())))
+        for row in replay.round_rows(number, policy, budget)
+    ]
 
 
 def load_trace(path: str | Path, scorer: PredictorScorer | None = None) -> Trace:
@@ -143,7 +217,7 @@ def load_trace(path: str | Path, scorer: PredictorScorer | None = None) -> Trace
     return trace if scorer is None or trace.features is None else score_trace(trace, scorer.predictor, PREDICTOR)
 
 
-def replay_rows(trace: Trace, policies: Sequence[str], budgets: Sequence[float]) -> list[dict[str, Any]]:
+def replay_rows(trace: Trace, policies: Sequence[str], budgets: Sequence[float]) -> list[Row]:
     """`Replay.table` of those policies whose scores the trace has.
 
     Raises:
@@ -182,8 +256,8 @@ def retention_checks(
     }
 
 
-def _require_other_prompts(trained: Mapping[str, Manifest], rated: Mapping[str, Manifest]) -> None:
-    prompts = [{entry.prompt_ids for manifest in side.values() for entry in manifest} for side in (trained, rated)]
-    shared = len(prompts[0] & prompts[1])
+def _require_other_prompts(lessons: Sequence[Request], rated: Iterable[Manifest]) -> None:
+    asked = {tuple(entry.prompt_ids) for manifest in rated for entry in manifest}
+    shared = len(asked & {tuple(request.prompt_ids) for request in lessons})
     if shared:
         raise ValueError(f"{shared} prompts to train on are also among those to rate on; name other prompt sets")

@@ -63,6 +63,24 @@ def text_table(rows: Sequence[Row], max_width: int = 120) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*lines, strict=True))
 
 
+def text_tables(rows: Sequence[Row], max_rows: int = 12) -> str:
+    """Rows of a record as plain text; where a field `table` or `kind` tells several tables apart, each by itself.
+
+    Args:
+        rows: of a record.
+        max_rows: of each of several tables; a single table is never cut.
+    """
+    field = next((name for name in ("table", "kind") if rows and name in rows[0]), None)
+    if field is None:
+        return text_table(rows)
+    parts = []
+    for name in dict.fromkeys(row[field] for row in rows):
+        members = [{k: v for k, v in row.items() if k != field} for row in rows if row[field] == name]
+        more = f"\n({len(members) - max_rows} more rows in the record)" if len(members) > max_rows else ""
+        parts.append(f"{name}:\n{text_table(members[:max_rows])}{more}")
+    return "\n\n".join(parts)
+
+
 def scalar_columns(rows: Sequence[Row]) -> list[str]:
     """Names of the fields that hold no list or dict in any row, in order of first appearance."""
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -1,4 +1,8 @@
-"""Where training text comes from: shards in a folder, or prompts that the target answers on the spot."""
+"""Where training text comes from: shards in a folder, or prompts that the target answers on the spot.
+
+Drafters and predictors of acceptance learn from different prompts: on text that a drafter was trained on it is accepted
+too often, and a predictor would come to expect as much of all text.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench.budget.trace import prompt_digest
 from workbench.decode.engine import SamplingConfig, generate
 from workbench.drafters.ar import ArDrafter
 from workbench.models.target import Target
@@ -15,6 +20,24 @@ from workbench.prompts import load_prompts
 from workbench.train.data import Corpus, concatenate, load_shards
 
 SHARDS = "train-*.npz"
+#: Stands for the folder that the environment variable of this name names.
+ENVIRONMENT = "WORKBENCH_DATA"
+#: Whose prompts are taken.
+USES = ("drafters", "predictors", "all")
+
+#: Prompts whose digest starts with a byte below this (one in 32) are kept from drafters, for predictors to learn on.
+_KEPT_BYTES = 8
+
+
+def is_kept_for_predictors(prompt_ids: Sequence[int]) -> bool:
+    """Whether no drafter may be trained on a prompt; a function of the prompt alone."""
+    return int(prompt_digest(prompt_ids)[:2], 16) < _KEPT_BYTES
+
+
+def kept_for_predictors(corpus: Corpus) -> np.ndarray:
+    """[n] bool, samples whose prompts no drafter may be trained on."""
+    prompts = (corpus.sample(i)[: corpus.prompt_len[i]] for i in range(corpus.num_samples))
+    return np.array([is_kept_for_predictors(prompt) for prompt in prompts], bool)
 
 
 def find_shards(folder: str | Path | None = None) -> list[Path]:
@@ -32,30 +55,54 @@ def find_shards(folder: str | Path | None = None) -> list[Path]:
     return sorted([*data.glob(SHARDS), *data.glob(f"*/{SHARDS}")]) if data else []
 
 
-def shard_corpus(paths: Sequence[Path], vocab_size: int, num_samples: int, max_len: int) -> Corpus:
-    """The first samples of shards that are short enough.
+def shard_corpus(
+    paths: Sequence[Path], vocab_size: int, num_samples: int, max_len: int, use: str = "drafters"
+) -> Corpus:
+    """The first samples of shards that are short enough and for this use.
 
     Args:
         paths: shards; only as many are read as are needed.
         vocab_size: of the target that the shards must belong to.
         num_samples: samples kept; 0 for all.
         max_len: longest sample kept.
+        use: one of USES.
 
     Raises:
-        ValueError: an id outside the vocabulary, or no sample is short enough.
+        ValueError: an id outside the vocabulary, an unknown use, or no sample is left.
     """
+    _check_use(use)
     kept: list[Corpus] = []
     for path in paths:
         corpus = load_shards([path])
         if len(corpus.tokens) and corpus.tokens.max() >= vocab_size:
             raise ValueError(f"{path} holds id {corpus.tokens.max()}; the target's vocabulary ends at {vocab_size - 1}")
-        kept.append(corpus.select(corpus.lengths <= max_len))
+        corpus = corpus.select(corpus.lengths <= max_len)
+        if use != "all":
+            corpus = corpus.select(kept_for_predictors(corpus) == (use == "predictors"))
+        kept.append(corpus)
         if num_samples and sum(c.num_samples for c in kept) >= num_samples:
             break
     whole = concatenate(kept)
     if not whole.num_samples:
-        raise ValueError(f"no sample has {max_len} tokens or fewer")
+        wanted = "" if use == "all" else f" and a prompt that is for {use}"
+        raise ValueError(f"no sample has {max_len} tokens or fewer{wanted}")
     return whole.select(np.arange(min(num_samples or whole.num_samples, whole.num_samples)))
+
+
+def predictor_corpus(folder: str | Path, target: Target) -> Corpus:
+    """The samples of shards whose prompts drafters are kept from.
+
+    Args:
+        folder: of the shards, or `ENVIRONMENT`.
+        target: the shards must hold ids of its tokenizer.
+
+    Raises:
+        ValueError: no shards there, or see `shard_corpus`.
+    """
+    shards = find_shards(None if folder == ENVIRONMENT else folder)
+    if not shards:
+        raise ValueError(f"{ENVIRONMENT} is not set, or names a folder without {SHARDS}")
+    return shard_corpus(shards, target.vocab_size, 0, target.context_limit, use="predictors")
 
 
 def answered_corpus(
@@ -66,6 +113,7 @@ def answered_corpus(
     sampled: bool = True,
     slots: int = 8,
     seed: int = 0,
+    use: str = "drafters",
 ) -> Corpus:
     """Prompts answered by the target itself, greedily and, if asked for, once more at temperature 1.
 
@@ -77,8 +125,18 @@ def answered_corpus(
         sampled: also draw a sampled answer to every prompt.
         slots: prompts answered side by side.
         seed: of the sampled answers.
+        use: one of USES; the prompts of others are left out.
+
+    Raises:
+        ValueError: an unknown use, or no prompt is left.
     """
-    prompts = [target.encode_chat(p.messages()) for name in prompt_sets for p in load_prompts(name, limit=num_prompts)]
+    _check_use(use)
+    asked = [target.encode_chat(p.messages()) for name in prompt_sets for p in load_prompts(name, limit=num_prompts)]
+    prompts = [p for p in asked if use == "all" or is_kept_for_predictors(p) == (use == "predictors")]
+    if not prompts:
+        raise ValueError(
+            f"prompt_sets={list(prompt_sets)}, num_prompts={num_prompts}: none of the {len(asked)} prompts is for {use}"
+        )
     corpora = []
     for temperature in (0.0, 1.0) if sampled else (0.0,):
         sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
@@ -97,6 +155,7 @@ def training_text(
     num_prompts: int,
     max_new_tokens: int,
     seed: int = 0,
+    leave_out_predictor_prompts: bool = True,
 ) -> Corpus:
     """Text from shards if there are any, else from prompts that the target answers.
 
@@ -106,11 +165,16 @@ def training_text(
         num_samples, max_len: see `shard_corpus`.
         prompt_sets, num_prompts, max_new_tokens, seed: see `answered_corpus`; answers longer than `max_len` with their
             prompt are left out.
+        leave_out_predictor_prompts: take no prompt that `is_kept_for_predictors`.
+
+    Raises:
+        ValueError: see `find_shards`, `shard_corpus` and `answered_corpus`.
     """
+    use = "drafters" if leave_out_predictor_prompts else "all"
     shards = find_shards(data)
     if shards:
-        return shard_corpus(shards, target.vocab_size, num_samples, max_len)
-    corpus = answered_corpus(target, prompt_sets, num_prompts, max_new_tokens, seed=seed)
+        return shard_corpus(shards, target.vocab_size, num_samples, max_len, use)
+    corpus = answered_corpus(target, prompt_sets, num_prompts, max_new_tokens, seed=seed, use=use)
     return corpus.select(corpus.lengths <= max_len)
 
 
@@ -136,3 +200,8 @@ def split_held_out(corpus: Corpus, share: float) -> tuple[Corpus, Corpus]:
     for samples in list(prompts.values())[-count:]:
         held[samples] = True
     return corpus.select(~held), corpus.select(held)
+
+
+def _check_use(use: str) -> None:
+    if use not in USES:
+        raise ValueError(f"use={use!r}; allowed: {', '.join(USES)}")

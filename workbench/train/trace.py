@@ -1,7 +1,8 @@
 """Records traces: a drafter of chains decodes with full-width verification while scorers look on.
 
 Labels must come from full-width verification: a cut draft tells only that its accepted length reached the cut. And they
-must come from prompts that the drafter was not trained on, or the predictor expects too much of new ones.
+must come from prompts that the drafter was not trained on (`workbench.train.text.kept_for_predictors`), or the
+predictor expects too much of new ones.
 """
 
 from __future__ import annotations
@@ -27,15 +28,6 @@ from workbench.types import Drafter, Policy, Scorer, Signals
 
 #: [R, n, ...] signals to the predictor's input [R, F].
 Features = Callable[[Signals], torch.Tensor]
-
-#: Prompts whose digest starts with a byte below this (one in 32) are kept from drafters, for predictors to learn on.
-_KEPT_BYTES = 8
-
-
-def kept_for_predictors(corpus: Corpus) -> np.ndarray:
-    """[n] bool, samples whose prompts no drafter may be trained on; a function of the prompt alone."""
-    prompts = (corpus.sample(i)[: corpus.prompt_len[i]] for i in range(corpus.num_samples))
-    return np.array([int(prompt_digest(prompt)[:2], 16) < _KEPT_BYTES for prompt in prompts], bool)
 
 
 def corpus_requests(
