@@ -42,9 +42,9 @@ def random_network(config: DFlashConfig = CONFIG, seed: int = 0) -> DFlashModel:
     return model.requires_grad_(False).eval()
 
 
-def random_dflash(target: Target, folder: Path) -> Path:
-    """A DFlash checkpoint of random weights in the published layout, written to `folder`."""
-    config = DFlashConfig(
+def config_for(target: Target, block_size: int = 8) -> DFlashConfig:
+    """Sizes of a small DFlash network for any target."""
+    return DFlashConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=40,
@@ -55,10 +55,14 @@ def random_dflash(target: Target, folder: Path) -> Path:
         num_target_layers=target.num_layers,
         target_layer_ids=default_layer_ids(target.num_layers, 2),
         mask_token_id=target.vocab_size - 1,
-        block_size=8,
+        block_size=block_size,
         max_position_embeddings=512,
     )
-    save_dflash(random_network(config), folder)
+
+
+def random_dflash(target: Target, folder: Path, block_size: int = 8) -> Path:
+    """A DFlash checkpoint of random weights in the published layout, written to `folder`."""
+    save_dflash(random_network(config_for(target, block_size)), folder)
     return folder
 
 

@@ -21,6 +21,9 @@ from workbench.models.target import Target
 from workbench.search.trie import NgramTrie
 from workbench.types import Drafter
 
+#: Slots of a DFlash block: twice the mean rows that policies have by default, so that they must cut.
+BLOCK_SIZE = 16
+
 
 def random_prompts(vocab_size: int, count: int, seed: int = 0) -> list[list[int]]:
     """Prompts of 1 to 39 random tokens."""
@@ -42,8 +45,8 @@ def small_trie(target: Target) -> NgramTrie:
     return NgramTrie.count([p + list(greedy_continuation(target, p, 20)) for p in prompts], order=3)
 
 
-def random_dart(target: Target, folder: Path) -> Path:
-    """A DART checkpoint of random weights in the published layout, written to `folder`."""
+def random_dart_model(target: Target) -> DartModel:
+    """A DART network of random weights that drafts from three quarters of the vocabulary."""
     config = DartConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -63,7 +66,12 @@ def random_dart(target: Target, folder: Path) -> Path:
             parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.2 * noise)
     ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
     model.set_draft_ids(ids)
-    save_dart(model, folder)
+    return model
+
+
+def random_dart(target: Target, folder: Path) -> Path:
+    """A DART checkpoint of random weights in the published layout, written to `folder`."""
+    save_dart(random_dart_model(target), folder)
     return folder
 
 
@@ -96,10 +104,10 @@ def make_drafter(
     `texts` are prompts with their greedy outputs, where they are known already; `options` go to the builder.
     """
     if name in ("dflash", "dscale"):
-        path = random_dflash(target, folder / "dflash")
+        path = random_dflash(target, folder / "dflash", BLOCK_SIZE)
         if name == "dflash":
             return DRAFTERS[name](target, path, **options)
-        predictor = random_predictor(target, folder, width=8)
+        predictor = random_predictor(target, folder, BLOCK_SIZE)
         return DRAFTERS[name](target, path, predictor, continuation=looked_up(texts), **options)
     if name in ("oracle", "anti", "coin"):
         return DRAFTERS[name](target, continuation=looked_up(texts))

@@ -191,7 +191,7 @@ def test_branched_trees_are_refused_by_policies_for_chains(name):
 @pytest.mark.parametrize("name", ["seed", "dvl", "topk"])
 def test_nan_is_refused(name):
     trees = [chain_tree(0, [1] * 15, [0.5] * 15), chain_tree(1, [1] * 15, [0.5] * 3 + [float("nan")] * 12)]
-    with pytest.raises(ValueError, match=r"(tree|chain) 1 has"):
+    with pytest.raises(ValueError, match=r"the draft's scores are not finite: (tree|chain) 1 has"):
         policy(name, 4).allocate(trees)
 
 
@@ -227,15 +227,31 @@ def test_budget_is_rows_times_requests_rounded():
         assert sum(num_rows(allocate_nodes(trees, rows))) == total
 
 
-@pytest.mark.parametrize("rows", [0, 0.99, 64.5, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [0, 0.99, 64.5, -1, float("nan"), float("inf"), "8", None, [8], True, 8j])
 def test_rows_out_of_range_are_refused(rows):
     with pytest.raises(ValueError, match=r"rows is .*, allowed 1..64"):
         build_policy("full", rows)
 
 
+@pytest.mark.parametrize("seed", [1.5, "a", None, True, -1, [1]])
+def test_seeds_that_are_no_whole_numbers_are_refused(seed):
+    for make in (random_scorer, lambda s: build_policy("full", seed=s), lambda s: build_policy("random", seed=s)):
+        with pytest.raises(ValueError, match=r"seed is .*, allowed >= 0 \(whole numbers\)"):
+            make(seed)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert build_policy("random", np.float32(2.5), seed=np.int64(3)).rows == 2.5
+
+
 def test_unknown_names_are_refused_with_the_allowed_ones():
     with pytest.raises(ValueError, match=r"policy is 'best', allowed full, uniform, .*shared"):
         build_policy("best")
+    for name in (None, 3, ["full"], {}):
+        with pytest.raises(ValueError, match=r"policy is .*, allowed full, uniform"):
+            build_policy(name)
+    with pytest.raises(ValueError, match=r"scorer is 3, allowed: one of product"):
+        build_policy("dvl", scorer=3)
     with pytest.raises(ValueError, match=r"wants scorer 'luck'; allowed: one of product, minimum, gap, random"):
         build_policy("dvl", scorer="luck")
     for name, (scorer, _) in POLICIES.items():

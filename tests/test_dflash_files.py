@@ -248,13 +248,29 @@ def test_all_problems_are_listed_at_once(tmp_path):
         ({"rope_theta": "x"}, "rope_theta='x'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'"),
         ({"rope_scaling": 3}, "must be an object"),
+        ({"rope_scaling": False}, "rope_scaling=False must be an object"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        (
+            {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "yarn"}},
+            "rope_parameters: rope type 'yarn'",
+        ),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "rope_scaling: rope type 'linear'"),
+        ({"rope_parameters": {"rope_theta": 6000.0}}, "different bases .*5000.0.*6000.0"),
+        ({"rope_scaling": {"rope_theta": "x"}}, "different bases .*'x'"),
+        ({"rope_theta": 0}, r"rope_theta=0 outside 1\.0"),
+        ({"rope_theta": False}, r"rope_theta=False outside"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 0}}, "rope_theta=0 outside"),
+        ({"layer_types": 5}, "layer_types=5 must be a list"),
+        ({"layer_types": True}, "layer_types=True must be a list"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
+        ({"layer_types": [None]}, r"layer_types=\['None'\]; allowed: full_attention"),
         ({"dflash_config": 3}, "dflash_config=3"),
         ({"dflash_config": None}, "neither dflash_config nor markov_rank"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "lacks mask_token_id"),
     ],
 )
 def test_bad_config_fields_are_refused(tmp_path, change, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=rf"{tmp_path.name}.config\.json: .*{words}"):
         load_dflash(written(tmp_path, config_edit=lambda fields: fields.update(change)))
 
 
@@ -344,9 +360,15 @@ def test_builder_refuses_what_does_not_fit(tmp_path):
         build_dflash(tiny_target(vocab=98), folder)
     with pytest.raises(ValueError, match="dtype='half'"):
         build_dflash(tiny_target(), folder, dtype="half")
-    for block_size in (-1, 1, 6):
-        with pytest.raises(ValueError, match=rf"block_size={block_size} outside 2\.\.5"):
+    for block_size in (-1, 1, 6, 4.0, 2.5, "4", True, False, None):
+        with pytest.raises(ValueError, match=rf"block_size={block_size!r} outside 2\.\.5 \(whole numbers\)"):
             build_dflash(tiny_target(), folder, block_size=block_size)
+    for policy in (None, 3, ["full"]):
+        with pytest.raises(ValueError, match=r"policy is .*, allowed full, uniform"):
+            build_dflash(tiny_target(), folder, policy=policy)
+    for path in (123, ["a"], True):
+        with pytest.raises(ValueError, match=r"path=.* has type (int|list|bool); allowed: the path"):
+            build_dflash(tiny_target(), path)
     with pytest.raises(ValueError, match="policy is 'all'"):
         build_dflash(tiny_target(), folder, policy="all")
     with pytest.raises(ValueError, match="scorer 'predictor'"):

@@ -303,6 +303,14 @@ def test_bad_scores_are_refused(allocator, value):
         (BAD, 1, {}, r"budget is 1, allowed: an integer >= 2"),
         (BAD, -5, {}, r"budget is -5"),
         (BAD, 8.5, {}, r"budget is 8.5"),
+        (BAD, math.nan, {}, r"budget is nan, allowed: an integer"),
+        (BAD, math.inf, {}, r"budget is inf"),
+        (BAD, None, {}, r"budget is None"),
+        (BAD, "9", {}, r"budget is '9'"),
+        (BAD, True, {}, r"budget is True"),
+        (BAD, np.array([9, 9]), {}, r"budget is array"),
+        (BAD, 16, {"width": 16.0}, r"width is 16.0, allowed 1..64 \(whole numbers\)"),
+        (BAD, 16, {"width": "16"}, r"width is '16'"),
         (BAD, 16, {"width": 15}, r"scores \[2, 15\], allowed \[N, 14\]"),
         (BAD, 16, {"width": 0}, r"width is 0, allowed 1..64"),
         (BAD, 16, {"width": 65}, r"width is 65, allowed 1..64"),
@@ -325,6 +333,15 @@ def test_bad_input_is_named(allocator, scores, budget, options, message):
         ((1, 2, 64), 9, None, r"scores \[1, 2, 64\]"),
         ((1, 2, 15), 1, None, "fewer rows than requests"),
         ((1, 2, 15), torch.tensor([8.0]), None, "allowed: integers"),
+        ((1, 2, 15), math.nan, None, "allowed: integers"),
+        ((1, 2, 15), math.inf, None, "allowed: integers"),
+        ((1, 2, 15), True, None, "allowed: integers"),
+        ((1, 2, 15), None, None, "budget is None, allowed: integers"),
+        ((1, 2, 15), "9", None, "budget is '9', allowed: integers"),
+        ((3, 2, 15), torch.tensor([8, 8]), None, r"budget is torch.int64 \[2\], allowed: .* one for all or \[3\]"),
+        ((3, 2, 15), torch.tensor([8]), None, r"budget is torch.int64 \[1\]"),
+        ((3, 2, 15), torch.full((3, 1), 8), None, r"budget is torch.int64 \[3, 1\]"),
+        ((1, 2, 15), 9, np.ones((1, 2), int), "limits has type ndarray, allowed: a torch tensor"),
         ((1, 2, 15), 9, torch.tensor([[1, 17]]), r"limits \[1, 2\], allowed \[1, 2\] integers 0..16"),
         ((1, 2, 15), 9, torch.tensor([1, 16]), r"limits \[2\]"),
         ((1, 2, 15), 9, torch.ones(1, 2), r"limits"),
@@ -333,6 +350,13 @@ def test_bad_input_is_named(allocator, scores, budget, options, message):
 def test_bad_input_of_the_batched_form_is_named(shape, budget, limits, message):
     with pytest.raises(ValueError, match=message):
         allocate_batched(torch.zeros(shape), budget, limits)
+
+
+def test_the_batched_form_takes_tensors_only():
+    with pytest.raises(ValueError, match="scores has type ndarray, allowed: a torch tensor"):
+        allocate_batched(BAD[None], 9)
+    for budget in (9, np.int64(9), [9], torch.tensor(9), torch.tensor([9])):
+        assert allocate_batched(torch.from_numpy(BAD)[None], budget).sum() == 9
 
 
 def test_arguments_are_left_alone():

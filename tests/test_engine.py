@@ -1,6 +1,7 @@
 """The loop: exact stops, limits, streaming, statistics. That it is lossless is in test_lossless.py."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from drafter_zoo import make_drafter, random_prompts
@@ -255,3 +256,22 @@ def test_streamed_text_is_final_text_with_split_characters():
                 if live.finish_reason:
                     break
             assert sent == live.result().text == live.rules.cut_text(decode(live.output))
+
+
+def test_requests_that_would_share_their_draws_are_refused(tiny_llama):
+    """Under rejection and a shared budget one draft may decide about another, which must not know the draws."""
+    engine = Engine(tiny_llama, ArDrafter(), slots=2, max_len=64)
+    config = SamplingConfig(max_new_tokens=4, temperature=1.0, seed=3, stop_ids=(), accept_rule="rejection")
+    engine.submit(Request((1, 2), config))
+    with pytest.raises(ValueError, match="seed=3: an unfinished request has the same prompt and seed"):
+        engine.submit(Request((1, 2), config))
+    engine.submit(Request((1, 3), config))
+    engine.submit(Request((1, 2), replace(config, accept_rule="match")))
+    assert sum(isinstance(event, FinishEvent) for event in engine.stream()) == 3
+    engine.submit(Request((1, 2), config))  # the first has ended
+
+
+@pytest.mark.parametrize("option", [{"slots": 1.5}, {"row_bucket": True}, {"prefill_chunk": "8"}, {"row_bucket": 0}])
+def test_sizes_of_an_engine_are_whole_numbers(option, tiny_llama):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.* must be a whole number"):
+        Engine(tiny_llama, ArDrafter(), **option)

@@ -137,6 +137,10 @@ def test_method_texts(tiny_llama):
         "dart",
         {"trie": None, "num_nodes": 31, "path": "/a/b"},
     )
+    assert parse_method("dscale:rows=1e1,seed=3,x=-2.5E-3") == ("dscale", {"rows": 10.0, "seed": 3, "x": -2.5e-3})
+    for wrong in ("dart:a=[", "dart:a=2001-99-99", "dart:a=" + "9" * 5000):
+        with pytest.raises(ValueError, match="the value of a is no YAML"):
+            parse_method(wrong)
     for wrong in ("dart:trie", "dart:a=1,a=2", "dart:=1"):
         with pytest.raises(ValueError, match="option=value"):
             parse_method(wrong)

@@ -83,7 +83,7 @@ def test_nan_in_a_draft_is_refused_by_the_policy():
     signals = make_signals(2, head)
     signals.logits[1, 5, 7] = torch.nan
     trees = [chain_tree(0, [1] * 15, scores) for scores in policy.scorer(signals).tolist()]
-    with pytest.raises(ValueError, match="chain 1 has score nan at candidate 1"):
+    with pytest.raises(ValueError, match="scores are not finite: chain 1 has nan at candidate 1"):
         policy.allocate(trees)
 
 

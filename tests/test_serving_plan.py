@@ -9,6 +9,7 @@ from workbench.measure.serving_plan import ServingPlan
 from workbench.paths import notebooks_dir, repo_root
 
 NOTEBOOK = notebooks_dir() / "07_dscale_serving.ipynb"
+SHORT = "dflash:block_size=8"
 PRESETS = sorted((notebooks_dir() / "params").glob("07_dscale_serving.*.yaml"))
 
 
@@ -81,6 +82,15 @@ def test_the_shipped_predictor_is_that_of_the_predictor_preset():
         ({"train_rows": -1}, "train_rows=-1 must be at least 0"),
         ({"trace_slots": 0}, "trace_slots=0 must be at least 1"),
         ({"num_requests": 0}, "num_requests=0"),
+        ({"trace_method": "dart", "methods": ["dart", "dflash"]}, r"'dart'; .*=\['dflash'\] that drafts chains \(dfl"),
+        ({"trace_method": "ngram", "methods": ["ngram", "dflash"], "train_data": "x"}, "trace_method='ngram'; allowed"),
+        ({"concurrency": [2, 17]}, r"concurrency=\[2, 17\]; allowed: at most num_requests=16 clients"),
+        ({"train_sets": ["chat"], "train_requests": 5}, "train_requests=5; allowed with train_sets: 6 or more"),
+        ({"train_data": "x", "max_new_tokens": 2}, "max_new_tokens=2 leaves no draft of 2 rows whole"),
+        (
+            {"train_data": "x", "max_new_tokens": 8, "trace_method": SHORT, "methods": [SHORT]} | {"concurrency": []},
+            "max_new_tokens=8 leaves no draft of 8 rows whole to train a predictor on; allowed: more than 8",
+        ),
     ],
 )
 def test_what_is_refused(change, message):
@@ -91,3 +101,11 @@ def test_what_is_refused(change, message):
 def test_what_is_not_used_is_not_checked():
     ServingPlan.of(params(trace_method=""))
     ServingPlan.of(params(trace_method="x", trace_file=str(NOTEBOOK)))
+    ServingPlan.of(params(train_requests=1, max_new_tokens=2))
+    ServingPlan.of(params(train_requests=5, train_data="x"))
+
+
+@pytest.mark.parametrize("name", [SHORT, "dscale:policy=topk"])
+def test_variants_of_chain_drafters_may_be_recorded(name):
+    changes = {"methods": ["dflash", name], "trace_method": name, "train_sets": ["chat"], "train_requests": 6}
+    ServingPlan.of(params(**changes, max_new_tokens=9))

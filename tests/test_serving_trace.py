@@ -11,6 +11,7 @@ from workbench.budget.features import DraftFeatures
 from workbench.budget.policy import BudgetPolicy, allocate_full
 from workbench.budget.predictor import AcceptancePredictor, PredictorInfo, PredictorScorer, save_predictor
 from workbench.budget.table import build_policy
+from workbench.budget.trace import Trace
 from workbench.decode.engine import generate
 from workbench.drafters.ar import build_ar
 from workbench.load import load_method
@@ -18,33 +19,35 @@ from workbench.measure import serving_trace
 from workbench.measure.manifest import MIXED, Manifest, load_manifests
 from workbench.measure.predictor_quality import quality_rows, reliability_rows
 from workbench.measure.replay import Replay
+from workbench.measure.serving_predictor import (
+    check_predictor,
+    features_of,
+    predictor_of,
+    with_policy,
+    with_predictor,
+)
 from workbench.measure.serving_trace import (
     checked_policy,
     drawn_rounds,
-    features_of,
     kept_requests,
-    load_trace,
     manifest_requests,
-    predictor_of,
     quality_tables,
     record_trace,
     replay_rows,
+    rescored,
     retention_checks,
     train_scorer,
     training_tables,
-    with_policy,
-    with_predictor,
 )
 from workbench.train.data import Corpus
 from workbench.train.predictor_objective import PredictorRecipe
 from workbench.train.text import is_kept_for_predictors
 
 
-def scorer_for(target, seed=0) -> PredictorScorer:
+def scorer_for(target, seed=0, width=16) -> PredictorScorer:
     torch.manual_seed(seed)
-    return PredictorScorer(
-        AcceptancePredictor().requires_grad_(False), features_of(target, FuzzyChain(target, None, []))
-    )
+    features = features_of(target, FuzzyChain(target, None, [], width))
+    return PredictorScorer(AcceptancePredictor(width).requires_grad_(False), features)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,51 @@ def test_predictors_are_found_and_exchanged(tiny_llama):
     assert changed["dscale"].policy.scorer is new and drafters["dscale"].policy.scorer is old
     assert (changed["dscale"].policy.name, changed["dscale"].policy.rows) == ("dvl", 6.0)
     assert with_predictor(drafters, None) == drafters
+
+
+@pytest.fixture(scope="module")
+def mixed_widths(tiny_llama):
+    """Full-width drafts of 8 rows, and DScale's of 16."""
+    return {
+        "short": FuzzyChain(tiny_llama, build_policy("full"), [], 8),
+        "dscale": FuzzyChain(tiny_llama, build_policy("dvl", 6.0, scorer_for(tiny_llama)), []),
+    }
+
+
+def test_a_predictor_of_another_width_is_put_into_no_drafter(tiny_llama, mixed_widths):
+    with pytest.raises(ValueError, match="for drafts of 8 rows, those of method 'dscale' have 16"):
+        with_predictor(mixed_widths, scorer_for(tiny_llama, width=8))
+    assert with_predictor(mixed_widths, scorer_for(tiny_llama))["short"] is mixed_widths["short"]
+
+
+def test_widths_are_compared_before_anything_is_decoded(tiny_llama, manifests, mixed_widths):
+    judge, lessons = predictor_of(mixed_widths), manifest_requests(manifests)
+    with pytest.raises(ValueError, match="for drafts of 16 rows, those of method 'short' have 8"):
+        check_predictor(mixed_widths, judge, "short")
+    with pytest.raises(ValueError, match="for drafts of 8 rows, those of method 'dscale' have 16"):
+        check_predictor(mixed_widths, judge, "short", lessons)
+    trace = replace(made_trace(), width=8, limit=np.zeros(100, np.int16), accepted=np.zeros(100, np.int16), scores={})
+    with pytest.raises(ValueError, match="the trace has drafts of 8 rows, the predictor is for 16"):
+        check_predictor(mixed_widths, judge, trace=trace)
+    check_predictor(mixed_widths, judge, "dscale", lessons, trace.without_features())
+    check_predictor(mixed_widths, judge)
+    check_predictor({"short": mixed_widths["short"]}, None, "short", None, trace)
+
+
+def test_lessons_must_have_room_for_a_whole_draft(tiny_llama, chains):
+    drafters = {"chains": chains}
+    for most, message in ((16, "max_new_tokens=16 leaves no draft of 16 rows whole"), (17, None)):
+        prompts = {f"p{i}": [i + 3, 5] for i in range(6)}
+        lessons = manifest_requests({"one": Manifest.build(prompts, 6, most)})
+        if message is None:
+            check_predictor(drafters, None, "chains", lessons)
+            run = train_scorer(tiny_llama, chains, lessons, [], PredictorRecipe(epochs=1))[1]
+            assert run.num_train > 0, "the first draft of a request is whole"
+            continue
+        with pytest.raises(ValueError, match=message):
+            check_predictor(drafters, None, "chains", lessons)
+        with pytest.raises(ValueError, match=message):
+            train_scorer(tiny_llama, chains, lessons, [], PredictorRecipe(epochs=1))
 
 
 def test_recording_verifies_everything_whatever_the_policy(tiny_llama, manifests, chains):
@@ -135,6 +183,12 @@ def test_no_prompt_is_rated_that_was_trained_on(tiny_llama, manifests, chains):
     rated = {"three": Manifest.build({"r": [1, 2], "s": [7, 8, 9]}, 2, 8)}
     with pytest.raises(ValueError, match="1 prompts to train on are also among those to rate on"):
         train_scorer(tiny_llama, chains, manifest_requests(manifests), rated.values(), PredictorRecipe(epochs=1))
+
+
+def test_no_prompt_of_a_trace_file_is_trained_on(tiny_llama, manifests, chains):
+    trace = record_trace(tiny_llama, chains, {"three": Manifest.build({"r": [1, 2], "s": [7, 8, 9]}, 2, 8)})
+    with pytest.raises(ValueError, match="1 prompts to train on are also among those to rate on"):
+        train_scorer(tiny_llama, chains, manifest_requests(manifests), [], PredictorRecipe(epochs=1), trace=trace)
 
 
 def test_the_recording_to_train_on_can_be_cut(tiny_llama, manifests, chains):
@@ -195,11 +249,15 @@ def test_a_file_is_scored_anew_where_it_can_be(tiny_llama, manifests, chains, tm
     features = features_of(tiny_llama, chains)
     live = record_trace(tiny_llama, chains, manifests, second, slots=3)
     record_trace(tiny_llama, chains, manifests, first, features, slots=3).save(tmp_path / "t")
-    anew = load_trace(tmp_path / "t", second)
+    kept = Trace.load(tmp_path / "t")
+    anew = rescored(kept, second)
     assert np.allclose(anew.scores["predictor"], live.scores["predictor"], atol=2e-3), "features are kept in float16"
-    assert not np.allclose(load_trace(tmp_path / "t").scores["predictor"], live.scores["predictor"], atol=2e-3)
-    live.save(tmp_path / "bare")
-    assert np.array_equal(load_trace(tmp_path / "bare", first).scores["predictor"], live.scores["predictor"])
+    assert not np.allclose(rescored(kept).scores["predictor"], live.scores["predictor"], atol=2e-3)
+    assert rescored(live, first) is live
+    short = FuzzyChain(tiny_llama, build_policy("full"), [], 8)
+    other = record_trace(tiny_llama, short, {"two": manifests["two"]}, features=features_of(tiny_llama, short))
+    with pytest.raises(ValueError, match="the trace has drafts of 8 rows, the predictor is for 16"):
+        rescored(other, first)
 
 
 # --- replay

@@ -12,6 +12,8 @@ the loop's result for many independent batches by one sort, since moves along so
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 import torch
 
@@ -97,6 +99,9 @@ def allocate_batched(
     Raises:
         ValueError: see `allocate`.
     """
+    for name, value in (("scores", scores), ("limits", limits)):
+        if not isinstance(value, torch.Tensor) and not (name == "limits" and value is None):
+            raise ValueError(f"{name} has type {type(value).__name__}, allowed: a torch tensor")
     if scores.ndim != 3 or not 1 <= scores.shape[2] + 1 <= MAX_TREE_ROWS:
         raise ValueError(f"scores {list(scores.shape)}, allowed [B, N, 0..{MAX_TREE_ROWS - 1}]")
     device, width = scores.device, scores.shape[2] + 1
@@ -108,9 +113,7 @@ def allocate_batched(
     usable = slots < limits[..., None]  # [B, N, width - 1]
     values = _checked_batch(scores.float(), usable)
     live, capacity = (limits > 0).sum(-1), limits.sum(-1)
-    rows = torch.as_tensor(budget, device=device).expand(len(scores))
-    if rows.is_floating_point() or bool((rows < live).any()):
-        raise ValueError("budget has fewer rows than requests in a batch, allowed: integers from their number on")
+    rows = _rows_of_batches(budget, live)
     seeds = _seed_batch(values, limits)
     missing = torch.minimum(rows, capacity) - seeds.sum(-1)  # [B], above 0 to grow
     grows = missing > 0
@@ -132,8 +135,8 @@ def _checked(scores: np.ndarray, limits: np.ndarray | None, width: int | None = 
     scores = np.ascontiguousarray(scores, np.float32)
     if width is None and scores.ndim == 2:
         width = scores.shape[1] + 1
-    if width is not None and not 1 <= width <= MAX_TREE_ROWS:
-        raise ValueError(f"width is {width}, allowed 1..{MAX_TREE_ROWS}")
+    if width is not None and (not _is_whole(width) or not 1 <= width <= MAX_TREE_ROWS):
+        raise ValueError(f"width is {width!r}, allowed 1..{MAX_TREE_ROWS} (whole numbers)")
     if scores.ndim != 2 or scores.shape[1] != width - 1:
         raise ValueError(f"scores {list(scores.shape)}, allowed [N, {'width - 1' if width is None else width - 1}]")
     if limits is None:
@@ -156,9 +159,28 @@ def _checked(scores: np.ndarray, limits: np.ndarray | None, width: int | None = 
 
 def _usable_rows(budget: int, limits: np.ndarray) -> int:
     num_live = np.count_nonzero(limits)
-    if budget != int(budget) or budget < num_live:
-        raise ValueError(f"budget is {budget}, allowed: an integer >= {num_live}, a row for each request's anchor")
+    if not _is_whole(budget) or budget < num_live:
+        raise ValueError(f"budget is {budget!r}, allowed: an integer >= {num_live}, a row for each request's anchor")
     return min(int(budget), int(limits.sum()))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _rows_of_batches(budget: int | torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """[B] integers, not below `live`, the requests of each batch."""
+    allowed = f"allowed: integers from the requests of a batch on, one for all or [{len(live)}]"
+    try:
+        rows = torch.as_tensor(budget, device=live.device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"budget is {budget!r}, {allowed}") from error
+    whole = not rows.is_floating_point() and not rows.is_complex() and rows.dtype != torch.bool
+    if not whole or rows.shape not in ((), live.shape):
+        raise ValueError(f"budget is {rows.dtype} {list(rows.shape)}, {allowed}")
+    if bool((rows < live).any()):
+        raise ValueError(f"budget has fewer rows than requests in a batch, {allowed}")
+    return rows.expand(len(live))
 
 
 def _checked_batch(scores: torch.Tensor, usable: torch.Tensor) -> torch.Tensor:

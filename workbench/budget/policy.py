@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 
@@ -36,8 +37,9 @@ class BudgetPolicy:
     scorer: Scorer | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rows <= MAX_TREE_ROWS:
-            raise ValueError(f"rows is {self.rows}, allowed 1..{MAX_TREE_ROWS}")
+        number = isinstance(self.rows, Real) and not isinstance(self.rows, bool)
+        if not number or not 1 <= self.rows <= MAX_TREE_ROWS:
+            raise ValueError(f"rows is {self.rows!r}, allowed 1..{MAX_TREE_ROWS} (numbers)")
 
     @property
     def reads_scores(self) -> bool:
@@ -97,7 +99,8 @@ def allocate_nodes(trees: Sequence[DraftTree], rows: float) -> list[DraftTree]:
     values = np.empty_like(scores)
     place = path_minimum(scores, parents, starts, values)
     if place >= 0:
-        raise ValueError(f"tree {np.searchsorted(starts, place, 'right') - 1} has a score that is NaN")
+        tree = np.searchsorted(starts, place, "right") - 1
+        raise ValueError(f"the draft's scores are not finite: tree {tree} has one that is NaN")
     keep = np.zeros(len(scores), bool)
     keep[np.argsort(-values, kind="stable")[:budget]] = True
     counts, ends = np.add.reduceat(keep, starts[:-1], dtype=np.int64).tolist(), starts.tolist()
@@ -128,6 +131,8 @@ def _seeded(trees: Sequence[DraftTree]) -> tuple[np.ndarray, np.ndarray, np.ndar
     place = hold_level(table, limits, table)
     if place >= 0:
         i, j = divmod(place, table.shape[1])
+        if not np.isfinite(table[i, j]):
+            raise ValueError(f"the draft's scores are not finite: chain {i} has {table[i, j]} at candidate {j + 1}")
         raise ValueError(f"chain {i} has score {table[i, j]} at candidate {j + 1}, allowed: finite, not rising")
     lengths = np.empty(len(trees), np.int32)
     fill_seeds(table, limits, lengths)

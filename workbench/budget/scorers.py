@@ -5,6 +5,8 @@ Each is a `workbench.types.Scorer`: signals of R requests with n drafted tokens 
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import numpy as np
 
 from workbench.budget.confidence import draft_log_probs, top_logits
@@ -27,6 +29,12 @@ def gap_scores(signals: Signals) -> np.ndarray:
     return (best[..., 0] - best[..., 1]).cummin(-1).values.cpu().numpy()
 
 
+def check_seed(seed: int) -> None:
+    """Raises ValueError unless `seed` is a whole number from 0 on."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+        raise ValueError(f"seed is {seed!r}, allowed >= 0 (whole numbers)")
+
+
 def random_scorer(seed: int) -> Scorer:
     """A scorer of sorted uniform numbers.
 
@@ -34,10 +42,9 @@ def random_scorer(seed: int) -> Scorer:
     which other requests are in the round.
 
     Raises:
-        ValueError: seed below 0.
+        ValueError: see `check_seed`.
     """
-    if seed < 0:
-        raise ValueError(f"seed is {seed}, allowed >= 0")
+    check_seed(seed)
 
     def random_scores(signals: Signals) -> np.ndarray:
         scores = np.empty(tuple(signals.tokens.shape), np.float32)

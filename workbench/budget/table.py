@@ -13,7 +13,7 @@ from workbench.budget.policy import (
     allocate_seed,
     allocate_uniform,
 )
-from workbench.budget.scorers import gap_scores, minimum_scores, product_scores, random_scorer
+from workbench.budget.scorers import check_seed, gap_scores, minimum_scores, product_scores, random_scorer
 from workbench.types import Scorer
 
 ALLOCATORS: dict[str, Allocator] = {
@@ -48,6 +48,12 @@ POLICIES: dict[str, tuple[str | None, str]] = {
 }
 
 
+def check_policy(name: str) -> None:
+    """Raises ValueError unless `name` is one of POLICIES."""
+    if not isinstance(name, str) or name not in POLICIES:
+        raise ValueError(f"policy is {name!r}, allowed {', '.join(POLICIES)}")
+
+
 def build_tree_policy(name: str, rows: float = 8.0) -> BudgetPolicy:
     """A policy for drafters of trees: everything, the same number of each, or `rows` a request shared by their scores.
 
@@ -71,10 +77,10 @@ def build_policy(name: str, rows: float = 8.0, scorer: Scorer | str | None = Non
         seed: of scorers that draw.
 
     Raises:
-        ValueError: an unknown name, rows out of range, or a scorer that the caller must give is missing.
+        ValueError: an unknown name, rows or seed out of range, or a scorer that the caller must give is missing.
     """
-    if name not in POLICIES:
-        raise ValueError(f"policy is {name!r}, allowed {', '.join(POLICIES)}")
+    check_policy(name)
+    check_seed(seed)
     needed, allocator = POLICIES[name]
     if scorer is None:
         scorer = needed
@@ -84,4 +90,6 @@ def build_policy(name: str, rows: float = 8.0, scorer: Scorer | str | None = Non
                 f"policy {name!r} wants scorer {scorer!r}; allowed: one of {', '.join(SCORERS)}, or an object"
             )
         scorer = SCORERS[scorer](seed)
+    if scorer is not None and not callable(scorer):
+        raise ValueError(f"scorer is {scorer!r}, allowed: one of {', '.join(SCORERS)}, or an object that can be called")
     return BudgetPolicy(name, ALLOCATORS[allocator], rows, scorer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,7 +51,8 @@ class TracePrompt:
         number = isinstance(self.temperature, int | float) and not isinstance(self.temperature, bool)
         if not texts or not number or not isinstance(self.looped, bool):
             raise ValueError(f"{self} needs a digest and a label (text), a temperature (number) and looped (bool)")
-        if not 0 <= self.temperature < float("inf"):
+        # Above the largest float an integer of JSON can be, which no float could hold.
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise ValueError(f"temperature={self.temperature} must be a finite number from 0 on")
 
 
@@ -222,7 +224,7 @@ class Trace:
             prompts = tuple(TracePrompt(*row) for row in json.loads(header["prompts"]))
             named = {name.removeprefix(_SCORES): values for name, values in scores.items()}
             return cls(**tensors, prompts=prompts, scores=named, width=int(header["width"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 

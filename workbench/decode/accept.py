@@ -74,7 +74,9 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor) -> Accepted:
     return accept_choices(tree, argmax_tokens(logits))
 
 
-def accept_sampling(tree: DraftTree, logits: torch.Tensor, root_position: int, config: SamplingConfig) -> Accepted:
+def accept_sampling(
+    tree: DraftTree, logits: torch.Tensor, root_position: int, config: SamplingConfig, stream: int = 0
+) -> Accepted:
     """Accepts by the rule of the request.
 
     Args:
@@ -82,14 +84,17 @@ def accept_sampling(tree: DraftTree, logits: torch.Tensor, root_position: int, c
         logits: [N+1, V], row i after node i.
         root_position: position of the root in the sequence.
         config: temperature, filters, seed and accept rule of the request.
+        stream: see `position_generator`.
     """
     if config.accept_rule == "match":
         return accept_choices(tree, choose(logits, root_position + tree.depths + 1, config))
     probs = target_probs(logits, config)
     positions = (root_position + tree.depths + 1).tolist()
-    return walk(
-        tree, lambda node, offered: _reject(probs[node], offered, position_generator(config.seed, positions[node]))
-    )
+
+    def choose_after(node: int, offered: Sequence[int]) -> int:
+        return _reject(probs[node], offered, position_generator(config.seed, positions[node], stream))
+
+    return walk(tree, choose_after)
 
 
 def _reject(probs: torch.Tensor, offered: Sequence[int], generator: np.random.Generator) -> int:

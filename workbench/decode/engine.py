@@ -82,13 +82,11 @@ class Engine:
         row_bucket: int = 1,
     ) -> None:
         limit = target.context_limit if max_len is None else max_len
-        if slots < 1:
-            raise ValueError(f"slots={slots} must be at least 1")
+        for name, value in (("slots", slots), ("prefill_chunk", prefill_chunk), ("row_bucket", row_bucket)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if not 1 <= limit <= target.context_limit:
             raise ValueError(f"max_len={max_len} outside 1..{target.context_limit} (context limit of the target)")
-        for name, value in (("prefill_chunk", prefill_chunk), ("row_bucket", row_bucket)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
         if not 0 <= drafter.max_nodes < MAX_TREE_ROWS:
             raise ValueError(f"drafter {drafter.name!r}: max_nodes={drafter.max_nodes} outside 0..{MAX_TREE_ROWS - 1}")
         self.target, self.drafter, self.trace = target, drafter, trace
@@ -110,8 +108,11 @@ class Engine:
         """Queues a request and returns its index.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or a prompt longer than the limit.
+            ValueError: an empty prompt, a token outside the vocabulary, a prompt longer than the limit, or a request
+                that shares prompt and seed with an unfinished one under the accept rule "rejection".
+            RuntimeError: see `step`.
         """
+        self._require_whole()
         prompt, vocab = request.prompt_ids, self.target.vocab_size
         if not prompt:
             raise ValueError("prompt_ids is empty; at least one token is needed")
@@ -119,10 +120,26 @@ class Engine:
             raise ValueError(f"prompt_ids has values in {min(prompt)}..{max(prompt)}; allowed are 0..{vocab - 1}")
         if len(prompt) > self.max_len:
             raise ValueError(f"prompt of {len(prompt)} tokens exceeds the limit of {self.max_len} (prompt and output)")
+        self._require_own_draws(request)
         index = self._submitted
         self._submitted += 1
         self._waiting.append((index, request))
         return index
+
+    def _require_own_draws(self, request: Request) -> None:
+        sampling = request.sampling
+        if sampling.greedy or sampling.accept_rule == "match":
+            return
+        others = [r for _, r in self._waiting] + [x.request for x in self._live.values()]
+        if any((r.stream, r.sampling.seed) == (request.stream, sampling.seed) for r in others):
+            raise ValueError(
+                f"seed={sampling.seed}: an unfinished request has the same prompt and seed; under accept_rule "
+                "'rejection' give each its own seed"
+            )
+
+    def _require_whole(self) -> None:
+        if self._interrupted:
+            raise RuntimeError("an earlier step was interrupted or failed; make a new engine and submit again")
 
     @property
     def busy(self) -> bool:
@@ -140,8 +157,7 @@ class Engine:
         Raises:
             RuntimeError: an earlier step did not come to its end, so caches and drafter may disagree.
         """
-        if self._interrupted:
-            raise RuntimeError("an earlier step was interrupted or failed; make a new engine and submit again")
+        self._require_whole()
         self._interrupted = True
         events = self._admit() if self._waiting and self._free else self._round()
         self._interrupted = False
@@ -233,7 +249,7 @@ class Engine:
             if x.request.sampling.greedy:
                 accepted.append(accept_choices(tree, argmax[own]))
             else:
-                accepted.append(accept_sampling(tree, logits[own], x.committed, x.request.sampling))
+                accepted.append(accept_sampling(tree, logits[own], x.committed, x.request.sampling, x.request.stream))
         return accepted
 
     def _commit(

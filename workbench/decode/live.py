@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
-from workbench.decode.sampling import SamplingConfig
+from workbench.decode.sampling import SamplingConfig, prompt_stream
 from workbench.decode.stopping import StopRules
 from workbench.types import DraftRequest, GenerateResult, RoundStats
 
@@ -26,6 +27,11 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @cached_property
+    def stream(self) -> int:
+        """See `prompt_stream`."""
+        return prompt_stream(self.prompt_ids)
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.prompt_ids)

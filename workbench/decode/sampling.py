@@ -6,6 +6,7 @@ in nor on the drafter: with the same seed, every method produces the tokens that
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,9 @@ GREEDY_TEMPERATURE = 1e-5
 
 #: How sampled drafts are accepted. "match": the drafted token is the target's own draw at its position, so outputs
 #: equal those of autoregressive decoding with the same seed. "rejection": a drafted token x is accepted with the
-#: target's probability of x, and after a rejection the next choice is made without x.
+#: target's probability of x, and after a rejection the next choice is made without x. Under a shared budget the length
+#: of one request may depend on the drafts of another, so requests that run together must draw independently: two
+#: with the same prompt and seed are refused.
 ACCEPT_RULES = ("match", "rejection")
 
 
@@ -128,13 +131,24 @@ def uniforms(seed: int, positions: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.array([np.random.Generator(np.random.Philox(key=seed, counter=int(p))).random() for p in positions])
 
 
-def position_generator(seed: int, position: int) -> np.random.Generator:
+def position_generator(seed: int, position: int, stream: int = 0) -> np.random.Generator:
     """Any number of draws that belong to one position of one request.
 
     Four draws use up one count of Philox, so the position stands in a higher word of the counter: streams of different
     positions never meet each other, nor the draws of `uniforms`.
+
+    Args:
+        seed: of the request.
+        position: of the token.
+        stream: 0..2^64-1, what else tells requests apart (`prompt_stream`).
     """
-    return np.random.Generator(np.random.Philox(key=seed, counter=(position + 1) << 64))
+    return np.random.Generator(np.random.Philox(key=seed | stream << 64, counter=(position + 1) << 64))
+
+
+def prompt_stream(prompt_ids: Sequence[int]) -> int:
+    """A number for a prompt, so that requests of one seed draw independently unless they are the same request."""
+    data = np.asarray(prompt_ids, np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def choose(logits: torch.Tensor, positions: np.ndarray, config: SamplingConfig) -> np.ndarray:

@@ -19,9 +19,21 @@ from torch import nn
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Network = TypeVar("Network", bound=nn.Module)
 Shapes = dict[str, tuple[int, ...]]
+
+
+def as_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """The path that option `name` holds.
+
+    Raises:
+        ValueError: no text and no path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name}={value!r} has type {type(value).__name__}; allowed: the path of a file or folder")
+    return Path(value)
 
 
 def load_network(
@@ -48,9 +60,9 @@ def load_network(
 
     Raises:
         ValueError: a file is missing or damaged, a config field is bad, or tensors are missing, unexpected, mis-shaped
-            or of a wrong dtype (all of them are listed), or hold NaN or infinity.
+            or of a wrong dtype (all of them are listed), or hold NaN or infinity, in the file or once in `dtype`.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}; a draft network is {CONFIG} and {WEIGHTS}")
@@ -58,17 +70,17 @@ def load_network(
     try:
         with safe_open(folder / WEIGHTS, framework="pt", device="cpu") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            with torch.device("meta"):
-                network = build(fields, shapes)
+            network = _built(folder / CONFIG, build, fields, shapes)
             expected = network.state_dict()
             _check_shapes(folder / WEIGHTS, shapes, expected, ignored)
             tensors = {name: file.get_tensor(name) for name in expected}
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS} is no readable safetensors file: {error}") from error
-    _check_values(folder / WEIGHTS, tensors, kinds or {})
-    network.load_state_dict(
-        {n: t.to(device, dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}, assign=True
-    )
+    _check_kinds(folder / WEIGHTS, tensors, kinds or {})
+    # A number that is finite in the file may not be in a smaller dtype, so they are looked at only now.
+    moved = {n: t.to(device, dtype if t.is_floating_point() else t.dtype) for n, t in tensors.items()}
+    _check_finite(folder / WEIGHTS, moved, dtype)
+    network.load_state_dict(moved, assign=True)
     return network.requires_grad_(False).eval()
 
 
@@ -102,11 +114,19 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has {size} bytes; allowed: up to {_MAX_CONFIG_BYTES}")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON that can be read: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds a {type(fields).__name__}; needed: an object")
     return fields
+
+
+def _built(path: Path, build: Callable[[dict[str, Any], Shapes], Network], fields: dict, shapes: Shapes) -> Network:
+    try:
+        with torch.device("meta"):
+            return build(fields, shapes)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_shapes(path: Path, found: Shapes, expected: dict[str, torch.Tensor], ignored: Collection[str]) -> None:
@@ -123,13 +143,18 @@ def _check_shapes(path: Path, found: Shapes, expected: dict[str, torch.Tensor], 
         raise ValueError(f"{path} does not fit its config: " + "; ".join(problems))
 
 
-def _check_values(path: Path, tensors: dict[str, torch.Tensor], kinds: Mapping[str, torch.dtype]) -> None:
+def _check_kinds(path: Path, tensors: dict[str, torch.Tensor], kinds: Mapping[str, torch.dtype]) -> None:
     wrong = [f"{n} is {tensors[n].dtype}, needed {kind}" for n, kind in kinds.items() if tensors[n].dtype != kind]
     wrong += [
-        f"{n} is {t.dtype}, needed a float" for n, t in tensors.items() if n not in kinds and not t.is_floating_point()
+        f"{n} is {t.dtype}, needed a float of 16, 32 or 64 bits"
+        for n, t in tensors.items()
+        if n not in kinds and t.dtype not in _FLOATS
     ]
     if wrong:
         raise ValueError(f"{path}: " + "; ".join(wrong))
+
+
+def _check_finite(path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     broken = [n for n, t in tensors.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
     if broken:
-        raise ValueError(f"{path}: NaN or infinity in {', '.join(broken)}")
+        raise ValueError(f"{path}: NaN or infinity in {', '.join(broken)} (read as {dtype})")

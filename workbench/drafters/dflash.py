@@ -17,8 +17,9 @@ from torch.nn import functional
 
 from workbench.budget.confidence import draft_log_probs
 from workbench.budget.table import build_policy
+from workbench.drafters.checkpoint_files import as_path
 from workbench.drafters.committed import committed_rows
-from workbench.drafters.dflash_config import DFlashConfig
+from workbench.drafters.dflash_config import DFlashConfig, check_whole
 from workbench.drafters.dflash_files import load_dflash
 from workbench.drafters.dflash_model import DFlashModel
 from workbench.drafters.dtype_option import resolve_dtype
@@ -57,8 +58,7 @@ class DFlashDrafter:
     ) -> None:
         config = model.config
         drafts = config.num_drafts if num_drafts is None else num_drafts
-        if not 1 <= drafts <= config.num_drafts:
-            raise ValueError(f"num_drafts={num_drafts} outside 1..{config.num_drafts} (block_size={config.block_size})")
+        check_whole("num_drafts", drafts, 1, config.num_drafts)
         self.model = model
         self.embedding = embedding
         self.policy = policy
@@ -275,8 +275,8 @@ def build_dflash(
     """
     if path is None and target.name != "embedded":
         raise ValueError(f"path is unset and no DFlash weights are shipped for target {target.name!r}; name a folder")
-    folder = Path(path) if path is not None else data_dir() / "embedded" / "dflash"
-    if isinstance(policy, str):
+    folder = as_path("path", path) if path is not None else data_dir() / "embedded" / "dflash"
+    if not all(hasattr(policy, name) for name in ("allocate", "scorer", "reads_scores")):
         policy = build_policy(policy, rows, seed=seed)
     model = load_dflash(folder, resolve_dtype(dtype, target), target.device)
     config = model.config
@@ -293,6 +293,7 @@ def build_dflash(
 
 def _num_drafts(config: DFlashConfig, block_size: int) -> int:
     smallest = 1 if config.shifted else 2
-    if block_size and not smallest <= block_size <= config.block_size:
-        raise ValueError(f"block_size={block_size} outside {smallest}..{config.block_size} (0 for {config.block_size})")
-    return config.num_drafts if not block_size else block_size - smallest + 1
+    if type(block_size) is int and block_size == 0:
+        return config.num_drafts
+    check_whole("block_size", block_size, smallest, config.block_size)
+    return block_size - smallest + 1

@@ -73,8 +73,8 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
-            _check_whole(name, getattr(self, name), 1, limit)
-        _check_whole("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
+            check_whole(name, getattr(self, name), 1, limit)
+        check_whole("mask_token_id", self.mask_token_id, 0, self.vocab_size - 1)
         if not isinstance(self.shifted, bool):
             raise ValueError(f"shifted={self.shifted!r}; allowed: true, false")
         if self.num_drafts < 1:
@@ -98,7 +98,7 @@ class DFlashConfig:
             raise ValueError(f"target_layer_ids={ids!r} must be a list of one layer or more")
         # The last layer's output cannot be read: transformers returns it behind the final norm.
         for value in ids:
-            _check_whole("target_layer_ids", value, -1, self.num_target_layers - 2)
+            check_whole("target_layer_ids", value, -1, self.num_target_layers - 2)
         if list(ids) != sorted(set(ids)):
             raise ValueError(f"target_layer_ids={list(ids)} must ascend")
 
@@ -171,8 +171,8 @@ def default_layer_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...
     Raises:
         ValueError: the target has too few layers for that many different ones.
     """
-    _check_whole("num_hidden_layers", num_layers, 1, _LIMITS["num_hidden_layers"])
-    _check_whole("num_target_layers", num_target_layers, 3, _LIMITS["num_target_layers"])
+    check_whole("num_hidden_layers", num_layers, 1, _LIMITS["num_hidden_layers"])
+    check_whole("num_target_layers", num_target_layers, 3, _LIMITS["num_target_layers"])
     if num_layers == 1:
         return (num_target_layers // 2,)
     ids = tuple(round(1 + i * (num_target_layers - 4) / (num_layers - 1)) for i in range(num_layers))
@@ -217,24 +217,35 @@ def _check_form(fields: Mapping[str, Any]) -> None:
     for name, allowed in _FIXED.items():
         if fields.get(name) not in allowed:
             raise ValueError(f"{name}={fields[name]!r}; allowed: {allowed[-1]!r}")
-    other = sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"})
+    kinds = fields.get("layer_types")
+    if not (kinds is None or isinstance(kinds, list | tuple)):
+        raise ValueError(f"layer_types={kinds!r} must be a list")
+    other = sorted(set(map(str, kinds or ())) - {"full_attention"})
     if other:
         raise ValueError(f"layer_types={other}; allowed: full_attention")
 
 
 def _theta(fields: Mapping[str, Any]) -> float:
-    """Base of the rotary frequencies from either dialect; scaled positions are refused."""
-    parameters = fields.get("rope_parameters") or {}
-    scaling = fields.get("rope_scaling") or parameters
-    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+    """Base of the rotary frequencies from wherever it stands; scaled positions and contradictions are refused."""
+    thetas = {"rope_theta": fields.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if value is None:
+            continue
         if not isinstance(value, Mapping):
             raise ValueError(f"{name}={value!r} must be an object")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise ValueError(f"rope type {kind!r}; allowed: default")
-    return fields.get("rope_theta") or parameters.get("rope_theta") or 1e6
+        for kind in (value.get("rope_type"), value.get("type")):
+            if kind not in (None, "default"):
+                raise ValueError(f"{name}: rope type {kind!r}; allowed: default")
+        thetas[f"{name}.rope_theta"] = value.get("rope_theta")
+    named = {name: theta for name, theta in thetas.items() if theta is not None}
+    found = list(named.values())
+    if any(theta != found[0] for theta in found[1:]):
+        raise ValueError(f"different bases of the rotary frequencies: {named}; allowed: one")
+    return found[0] if found else 1e6
 
 
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Raises ValueError unless `value` is a whole number in low..high."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} outside {low}..{high} (whole numbers)")

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from workbench.budget.predictor import PredictorScorer, load_scorer
-from workbench.budget.table import POLICIES, build_policy
+from workbench.budget.table import POLICIES, build_policy, check_policy
+from workbench.drafters.checkpoint_files import as_path
 from workbench.drafters.dflash import DFlashDrafter, build_dflash
 from workbench.drafters.oracle import Continuation, OracleScorer
 from workbench.models.reference import greedy_continuation
@@ -50,7 +51,10 @@ def build_dscale(
     Raises:
         ValueError: an option out of range, no weights or predictor known for the target, or ones that do not fit it.
     """
-    needed = POLICIES[policy][0] if policy in POLICIES else None
+    check_policy(policy)
+    if path is not None:
+        as_path("path", path)
+    needed = POLICIES[policy][0]
     scorer: Scorer | None = None
     if needed == "predictor":
         scorer = _predictor(target, path, predictor)
@@ -71,7 +75,7 @@ def _predictor(target: Target, path: str | Path | None, predictor: str | Path) -
     if target.lm_head.bias is not None:
         raise ValueError("the target's output head has a bias, which the predictor's features do not know of")
     if predictor != "default":
-        return load_scorer(predictor, target.lm_head.weight.detach())
+        return load_scorer(as_path("predictor", predictor), target.lm_head.weight.detach())
     if target.name != "embedded" or path is not None:
         whose = f"target {target.name!r}" if path is None else f"the drafter in {str(path)!r}"
         raise ValueError(

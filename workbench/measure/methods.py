@@ -11,6 +11,7 @@ import yaml
 from workbench.drafters.table import DRAFTERS
 from workbench.load import load_method
 from workbench.measure.compare import BASELINE
+from workbench.measure.parameters import NumberLoader
 from workbench.models.target import Target
 from workbench.types import Drafter
 
@@ -27,7 +28,10 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
         option, equals, value = part.partition("=")
         if not equals or not option.strip() or option.strip() in options:
             raise ValueError(f"method={spec!r}: {part!r} must be option=value, each option once")
-        options[option.strip()] = _plain(yaml.safe_load(value))
+        try:
+            options[option.strip()] = _plain(yaml.load(value, Loader=NumberLoader))
+        except (ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"method={spec!r}: the value of {option.strip()} is no YAML: {error}") from error
     return name.strip(), options
 
 

@@ -26,11 +26,11 @@ TYPES = (*SCALARS, "list", *(f"list[{name}]" for name in SCALARS))
 RUN_DIR = "run_dir"
 
 
-class _Loader(yaml.SafeLoader):
+class NumberLoader(yaml.SafeLoader):
     """Safe YAML in which `1e-3` is a number, as everywhere else (YAML 1.1 reads it as text)."""
 
 
-_Loader.add_implicit_resolver(
+NumberLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
@@ -178,7 +178,7 @@ def read_yaml(path: str | Path, declared: Mapping[str, Parameter]) -> dict[str, 
         ValueError: unreadable, not a mapping, unknown names or wrong types; the message names the file.
     """
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=NumberLoader)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except yaml.YAMLError as error:

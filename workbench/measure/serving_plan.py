@@ -31,6 +31,10 @@ _LEAST = {
 }
 _SAMPLING = ("max_new_tokens", "temperature", "seed", "top_k", "top_p", "accept_rule")
 _LESSONS = ("predictor_file", "train_data", "train_sets")
+#: Methods whose chains come with the signals that scorers and predictors read.
+_CHAINS = ("dflash", "dscale")
+#: Fewest prompts of a set that a predictor learns from: some are held back to choose the best epoch.
+_MIN_LESSONS = 6
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class ServingPlan:
         _check_sizes(params)
         _check_replay(params["policies"], params["budgets"], params["budget"])
         _check_trace(params)
+        _check_lessons(params)
         requests = {name: params[name] for name in _SAMPLING}
         SamplingConfig(**requests)
         return cls(requests, _load_config(params), _recipe(params))
@@ -92,10 +97,26 @@ def _check_trace(params: Mapping[str, Any]) -> None:
     name, trains = params["trace_method"], bool(params["train_data"] or params["train_sets"])
     if not trains and (params["trace_file"] or not name):
         return  # no draft is recorded
-    allowed = [method for method in params["methods"] if parse_method(method)[0] != BASELINE]
+    allowed = [method for method in params["methods"] if parse_method(method)[0] in _CHAINS]
     if name not in allowed:
         why = "; training a predictor needs one" if trains else ', or "" for no trace'
-        raise ValueError(f"trace_method={name!r}; allowed: one of methods={allowed} that drafts chains{why}")
+        raise ValueError(
+            f"trace_method={name!r}; allowed: one of methods={allowed} that drafts chains ({', '.join(_CHAINS)}){why}"
+        )
+
+
+def _check_lessons(params: Mapping[str, Any]) -> None:
+    if params["train_sets"] and params["train_requests"] < _MIN_LESSONS:
+        raise ValueError(f"train_requests={params['train_requests']}; allowed with train_sets: {_MIN_LESSONS} or more")
+    if params["train_data"] or params["train_sets"]:
+        # The exact width is known once the drafter is built, see `serving_predictor.check_predictor`.
+        size = parse_method(params["trace_method"])[1].get("block_size")
+        width = size if isinstance(size, int) and size > 0 else 2
+        if params["max_new_tokens"] <= width:
+            raise ValueError(
+                f"max_new_tokens={params['max_new_tokens']} leaves no draft of {width} rows whole to train a predictor "
+                f"on; allowed: more than {width}"
+            )
 
 
 def _load_config(params: Mapping[str, Any]) -> LoadConfig | None:
@@ -104,6 +125,10 @@ def _load_config(params: Mapping[str, Any]) -> LoadConfig | None:
         return None
     if control not in known:
         raise ValueError(f"control={control!r}; allowed: {', '.join(dict.fromkeys(known))}")
+    if max(params["concurrency"]) > params["num_requests"]:
+        raise ValueError(
+            f"concurrency={list(params['concurrency'])}; allowed: at most num_requests={params['num_requests']} clients"
+        )
     names = ("concurrency", "repetitions", "warmup", "row_bucket", "control", "measure_ar")
     return LoadConfig(*(params[name] for name in names))
 

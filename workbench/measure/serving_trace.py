@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,23 @@ from workbench.budget.predictor import PredictorScorer
 from workbench.budget.scorers import gap_scores, minimum_scores, product_scores, random_scorer
 from workbench.budget.table import POLICIES
 from workbench.budget.trace import Trace
-from workbench.decode.live import Request
 from workbench.measure.manifest import Manifest
 from workbench.measure.predictor_quality import calibration_rows, quality_rows, reliability_rows
 from workbench.measure.records import Check
 from workbench.measure.replay import Replay
+from workbench.measure.serving_predictor import (
+    Labelled,
+    features_of,
+    require_other_prompts,
+    require_whole_draft,
+    with_policy,
+)
 from workbench.measure.statistics import is_looped
 from workbench.models.target import Target
 from workbench.train.predictor_objective import PredictorRecipe, PredictorRun, score_trace, train_predictor
 from workbench.train.text import predictor_corpus
 from workbench.train.trace import collect_trace, corpus_requests, mark_prompts
-from workbench.types import Drafter, Policy, Scorer
+from workbench.types import Drafter, Scorer
 
 #: What scores of a predictor are called in a trace; policies of the table look for this name.
 PREDICTOR = "predictor"
@@ -35,36 +40,6 @@ PREDICTOR = "predictor"
 CHECKED = "dvl"
 
 Row = dict[str, Any]
-#: Requests, and what each of them is grouped by in reports.
-Labelled = tuple[list[Request], list[str]]
-
-
-def with_policy(drafter: Drafter, policy: Policy) -> Drafter:
-    """The same weights and settings under another policy; a drafter has no state, so the two share all else."""
-    twin = copy.copy(drafter)
-    twin.policy = policy
-    return twin
-
-
-def predictor_of(drafters: Mapping[str, Drafter]) -> PredictorScorer | None:
-    """The scorer of the first drafter whose policy goes by a predictor; None without one."""
-    scorers = (drafter.policy.scorer for drafter in drafters.values())
-    return next((scorer for scorer in scorers if isinstance(scorer, PredictorScorer)), None)
-
-
-def with_predictor(drafters: Mapping[str, Drafter], scorer: PredictorScorer | None) -> dict[str, Drafter]:
-    """The drafters, those that go by a predictor with `scorer` in its place; None leaves all as they are."""
-    changed = {}
-    for name, drafter in drafters.items():
-        if scorer is not None and isinstance(drafter.policy.scorer, PredictorScorer):
-            drafter = with_policy(drafter, replace(drafter.policy, scorer=scorer))
-        changed[name] = drafter
-    return changed
-
-
-def features_of(target: Target, drafter: Drafter) -> DraftFeatures:
-    """The features of a drafter of chains that shares the target's output head."""
-    return DraftFeatures(target.hidden_size, target.lm_head.weight, drafter.max_nodes + 1)
 
 
 def manifest_requests(manifests: Mapping[str, Manifest]) -> Labelled:
@@ -131,6 +106,7 @@ def train_scorer(
     slots: int = 8,
     max_rows: int | None = None,
     progress: bool = False,
+    trace: Trace | None = None,
 ) -> tuple[PredictorScorer, PredictorRun]:
     """Records drafts of requests and trains a predictor on them.
 
@@ -140,14 +116,16 @@ def train_scorer(
         rated: requests that the predictor is to be rated on; none of their prompts may be among the lessons.
         recipe: of the training.
         max_rows: stop the recording after the round that reaches so many drafts; None or 0 for no limit.
+        trace: recorded earlier, that the predictor is to be rated on too; the same holds for its prompts.
 
     Returns:
         The scorer on the target's device, and the run, with its own held-back prompts scored.
 
     Raises:
-        ValueError: shared prompts, or see `collect_trace` and `train_predictor`.
+        ValueError: shared prompts, lessons too short for a whole draft, or see `collect_trace` and `train_predictor`.
     """
-    _require_other_prompts(lessons[0], rated)
+    require_other_prompts(lessons[0], rated, trace)
+    require_whole_draft(lessons[0], drafter.max_nodes + 1)
     features = features_of(target, drafter)
     recorded = _record(target, drafter, lessons, features, {}, slots, max_rows or None, progress)
     run = train_predictor(recorded, [recipe], device=target.device, progress=progress)
@@ -207,13 +185,12 @@ def drawn_rounds(trace: Trace | None, count: int, budget: float) -> list[Row]:
     ]
 
 
-def load_trace(path: str | Path, scorer: PredictorScorer | None = None) -> Trace:
+def rescored(trace: Trace, scorer: PredictorScorer | None = None) -> Trace:
     """A recorded trace; one that holds features is scored anew as `PREDICTOR`, if there is a scorer.
 
     Raises:
-        ValueError: see `Trace.load`, or features of drafts of another width.
+        ValueError: see `score_trace`.
     """
-    trace = Trace.load(path)
     return trace if scorer is None or trace.features is None else score_trace(trace, scorer.predictor, PREDICTOR)
 
 
@@ -254,10 +231,3 @@ def retention_checks(
     return {
         f"retention_{name}{suffix}": Check(value, goal if goal > 0 else None) for name, (value, goal) in goals.items()
     }
-
-
-def _require_other_prompts(lessons: Sequence[Request], rated: Iterable[Manifest]) -> None:
-    asked = {tuple(entry.prompt_ids) for manifest in rated for entry in manifest}
-    shared = len(asked & {tuple(request.prompt_ids) for request in lessons})
-    if shared:
-        raise ValueError(f"{shared} prompts to train on are also among those to rate on; name other prompt sets")

@@ -64,6 +64,11 @@ class DartRecipe(Recipe):
             **self.layer_sizes(target), draft_vocab_size=self.draft_vocab_size, draft_length=self.draft_length
         )
 
+    def check(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """See `Recipe.check`."""
+        super().check(target, tokenizer)
+        self.sizes(target)
+
     def teacher(self, target: PreTrainedModel, compiled: bool = False) -> Teacher:
         """Three taps and the target's own distribution."""
         return Teacher(target, dart_taps(target.config.num_hidden_layers), compiled=compiled)

@@ -58,8 +58,15 @@ class DFlashRecipe(Recipe):
         return DFlashLoss(self.gamma)
 
     def layer_ids(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """Target layers whose outputs are read."""
-        return default_layer_ids(target.config.num_hidden_layers, self.num_taps)
+        """Target layers whose outputs are read.
+
+        Raises:
+            ValueError: the target has too few layers.
+        """
+        try:
+            return default_layer_ids(target.config.num_hidden_layers, self.num_taps)
+        except ValueError as error:
+            raise ValueError(f"num_taps={self.num_taps}: {error}") from error
 
     def sizes(self, target: PreTrainedModel, mask_token_id: int) -> DFlashConfig:
         """The network for a target."""
@@ -72,6 +79,14 @@ class DFlashRecipe(Recipe):
             block_size=self.block_size,
             shifted=self.shifted,
         )
+
+    def check(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """See `Recipe.check`; an id for masks must exist even in text that holds no special token."""
+        super().check(target, tokenizer)
+        self.sizes(target, max(self.mask_token_id, 0))
+        if self.mask_token_id < 0:
+            num_embeddings = len(target.get_input_embeddings().weight)
+            unused_id(tokenizer, num_embeddings, np.zeros(num_embeddings, np.int64))
 
     def teacher(self, target: PreTrainedModel, compiled: bool = False) -> Teacher:
         """Taps alone: the labels are the tokens that followed."""

@@ -236,8 +236,7 @@ def train_predictor(
         loss = min(row["validation_loss"] for row in rows)
         if best is None or loss < best[0]:
             best = loss, model, recipe
-    loss, model, recipe = best
-    model = model.cpu()
+    loss, model, recipe = best[0], best[1].cpu(), best[2]
     blind = constant_loss(train, validation, trace.width, recipe.length_weight)
     return PredictorRun(model, recipe, loss, blind, len(train), len(validation), score_trace(held, model), table)
 
@@ -273,9 +272,11 @@ def score_trace(trace: Trace, predictor: AcceptancePredictor, name: str = "predi
     """The trace with the predictor's scores as `name`, computed from its features.
 
     Raises:
-        ValueError: the trace has no features or other ones.
+        ValueError: the trace has no features or other ones, or drafts of another width than the predictor's.
     """
     _check_features(trace)
+    if predictor.width != trace.width:
+        raise ValueError(f"the trace has drafts of {trace.width} rows, the predictor is for {predictor.width}")
     device = predictor.layers[0].weight.device
     parts = torch.from_numpy(trace.features).split(_CHUNK)
     scores = [running_minimum(predictor.probabilities(part.to(device).float())).cpu().numpy() for part in parts]

@@ -61,6 +61,15 @@ class Recipe(ABC):
     def teacher(self, target: PreTrainedModel, compiled: bool = False) -> Teacher:
         """The target with what the method wants to know of it."""
 
+    def check(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Whether a run is possible for a target, as far as that can be told without text; builds no network.
+
+        Raises:
+            ValueError: a size that the target rules out, or settings that contradict each other.
+        """
+        if self.num_blocks > self.row_len:
+            raise ValueError(f"num_blocks={self.num_blocks} outside 1..row_len={self.row_len}")
+
     @abstractmethod
     def run(
         self,

@@ -178,6 +178,16 @@ def training_text(
     return corpus.select(corpus.lengths <= max_len)
 
 
+def check_held_out(share: float) -> None:
+    """Refuses shares that leave nothing on one side.
+
+    Raises:
+        ValueError: not 0 < share < 1.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"held_out={share} outside 0..1 (both excluded)")
+
+
 def split_held_out(corpus: Corpus, share: float) -> tuple[Corpus, Corpus]:
     """(training samples, held-out samples): every prompt goes to one side with all its responses.
 
@@ -188,8 +198,7 @@ def split_held_out(corpus: Corpus, share: float) -> tuple[Corpus, Corpus]:
     Raises:
         ValueError: `share` out of range, or fewer than two prompts.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"held_out={share} outside 0..1 (both excluded)")
+    check_held_out(share)
     prompts: dict[bytes, list[int]] = {}
     for i in range(corpus.num_samples):
         prompts.setdefault(corpus.sample(i)[: corpus.prompt_len[i]].tobytes(), []).append(i)
