@@ -231,8 +231,8 @@ class RoundStats:
         stage_s: seconds of every stage of this round, shared by the requests of the round.
         num_requests: requests in the round.
         max_depth: depth of the deepest verified node.
-        num_scheduled: rows the target ran for all requests of the round, sentinels counted.
         tree, path: the verified tree and its accepted nodes (root first); only with tracing on.
+        num_scheduled: rows the target ran for all requests of the round, sentinels counted.
     """
 
     num_drafted: int
@@ -242,9 +242,9 @@ class RoundStats:
     stage_s: dict[str, float]
     num_requests: int = 1
     max_depth: int = 0
-    num_scheduled: int = 0
     tree: DraftTree | None = None
     path: tuple[int, ...] | None = None
+    num_scheduled: int = 0
 
 
 @dataclass
