@@ -20,8 +20,8 @@ from workbench.drafters.dart_model import DartModel
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
 from workbench.drafters.trie_option import TRIE, resolve_trie
+from workbench.drafters.weights_option import require_fit, weights_folder
 from workbench.models.target import Target
-from workbench.paths import data_dir
 from workbench.search.prune import PruneConfig, prune_trees
 from workbench.search.trie import NgramTrie
 from workbench.types import Commit, DraftRequest, DraftTree, Policy, Stopwatch, root_tree
@@ -237,15 +237,18 @@ def build_dart(
     Raises:
         ValueError: no weights are known for the target, they do not fit it, or `dtype` is unknown.
     """
-    if path is None and target.name != "embedded":
-        raise ValueError(f"path is unset and no DART weights are shipped for target {target.name!r}; name a folder")
+    folder = weights_folder(target, path, "DART")
     if target.num_layers < 7:
         raise ValueError(f"the target has {target.num_layers} layers; DART needs 7 or more for three different taps")
-    folder = Path(path) if path is not None else data_dir() / "embedded" / "dart"
     model = load_dart(folder, resolve_dtype(dtype, target), target.device, double_norm)
-    for name, needed in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-        if getattr(model.config, name) != needed:
-            raise ValueError(f"{folder}: {name}={getattr(model.config, name)}, but the target has {needed}")
+    config = model.config
+    require_fit(
+        folder,
+        [
+            ("vocab_size", config.vocab_size, target.vocab_size),
+            ("hidden_size", config.hidden_size, target.hidden_size),
+        ],
+    )
     found = resolve_trie(trie, target, folder / TRIE)
     if prune is None:
         prune = PruneConfig(num_nodes=num_nodes, eos_id=_eos_id(target))

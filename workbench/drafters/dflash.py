@@ -17,17 +17,16 @@ from torch.nn import functional
 
 from workbench.budget.confidence import draft_log_probs
 from workbench.budget.table import build_policy
-from workbench.drafters.checkpoint_files import as_path
 from workbench.drafters.committed import committed_rows
 from workbench.drafters.dflash_config import DFlashConfig, check_whole
 from workbench.drafters.dflash_files import load_dflash
 from workbench.drafters.dflash_model import DFlashModel
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
+from workbench.drafters.weights_option import require_fit, weights_folder
 from workbench.models.argmax import argmax_ids
 from workbench.models.cache import SlotCache
 from workbench.models.target import Target
-from workbench.paths import data_dir
 from workbench.types import Commit, DraftRequest, DraftTree, Policy, Signals, Stopwatch, chain_tree, root_tree
 
 
@@ -273,20 +272,19 @@ def build_dflash(
     Raises:
         ValueError: no weights are known for the target, they do not fit it, or an option is out of range.
     """
-    if path is None and target.name != "embedded":
-        raise ValueError(f"path is unset and no DFlash weights are shipped for target {target.name!r}; name a folder")
-    folder = as_path("path", path) if path is not None else data_dir() / "embedded" / "dflash"
+    folder = weights_folder(target, path, "DFlash")
     if not all(hasattr(policy, name) for name in ("allocate", "scorer", "reads_scores")):
         policy = build_policy(policy, rows, seed=seed)
     model = load_dflash(folder, resolve_dtype(dtype, target), target.device)
     config = model.config
-    for name, field, needed in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
-    ):
-        if field != needed:
-            raise ValueError(f"{folder}: {name}={field}, but the target has {needed}")
+    require_fit(
+        folder,
+        [
+            ("vocab_size", config.vocab_size, target.vocab_size),
+            ("hidden_size", config.hidden_size, target.hidden_size),
+            ("num_target_layers", config.num_target_layers, target.num_layers),
+        ],
+    )
     drafts = _num_drafts(config, block_size)
     return DFlashDrafter(model, target.embedding, target.lm_head, policy, drafts)
 
