@@ -48,6 +48,7 @@ def _accept(
     path_ptr,  # [R, num_places]
     num_accepted_ptr,  # [R]
     bonus_ptr,  # [R]
+    place_ptr,  # [M]
     num_places,
     ROWS: tl.constexpr,
 ):
@@ -72,6 +73,7 @@ def _accept(
     length = tl.sum(accepted.to(tl.int32), axis=0)
     path = path_ptr + request.to(tl.int64) * num_places
     tl.store(path + place, rows.to(tl.int64), mask=accepted)
+    tl.store(place_ptr + start + rows, tl.where(accepted, place, -1).to(tl.int64), mask=live)
     tl.store(path + rows, tl.zeros_like(bits) - 1, mask=(rows >= length) & (rows < num_places))
     tl.store(num_accepted_ptr + request, tl.maximum(length - 1, 0).to(tl.int64))
     last = tl.max(tl.where(accepted, rows, 0), axis=0)
@@ -90,6 +92,7 @@ def accept(
     num_requests = len(starts) - 1
     path = torch.empty(num_requests, max_rows, dtype=torch.int64, device=tokens.device)
     num_accepted, bonus = (torch.empty(num_requests, dtype=torch.int64, device=tokens.device) for _ in range(2))
+    place = torch.full_like(tokens, -1)  # rows of no request stay so
     rows = triton.next_power_of_2(max_rows)
     _accept[(num_requests,)](
         tokens,
@@ -99,8 +102,9 @@ def accept(
         path,
         num_accepted,
         bonus,
+        place,
         max_rows,
         rows,
         num_warps=min(max(rows * rows // 512, 1), 8),
     )
-    return AcceptedPaths(path, num_accepted, bonus)
+    return AcceptedPaths(path, num_accepted, bonus, place)

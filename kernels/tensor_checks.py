@@ -24,3 +24,12 @@ def require_device(device: torch.device, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}; expected {device}")
+
+
+def require_floats(dtype: torch.dtype, **tensors: torch.Tensor) -> None:
+    """Raises a ValueError naming the first tensor of another dtype, or the dtype if it is not one that kernels take."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"{next(iter(tensors))} is {dtype}, allowed: float32, float16, bfloat16")
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} is {tensor.dtype}; expected {dtype}")

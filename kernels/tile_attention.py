@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -92,14 +93,16 @@ def choose_tile(
     keys = 64 if head_dim <= 128 else 32
     if element_size == 4:  # no matrix unit computes in full float32, and larger tiles would not fit the registers
         rows, keys = 16, keys // 2
-    splits = 1
+    splits, stages = 1, 2 if keys < 64 else 3
     if variant == "packed":
         programs = num_requests * num_kv_heads * triton.cdiv(max_rows * heads, rows)
-        resident = 1 if rows == 128 else 2  # programs that fit a multiprocessor; two hide each other's latency
-        room = resident * num_sms // max(programs, 1)
+        # One program a multiprocessor: a second one gains less than joining the parts costs.
+        room = num_sms // max(programs, 1)
         parts = triton.cdiv(max_context + max_rows, keys) // MIN_BLOCKS.value
         splits = _power_of_2_below(min(room, parts, _MAX_SPLITS))
-    return Tile(heads, rows, keys, splits, num_warps=8 if rows == 128 else 4, num_stages=2 if keys < 64 else 3)
+        if rows == 64 and programs > num_sms:
+            keys = 32  # then two programs fit a multiprocessor
+    return Tile(heads, rows, keys, splits, num_warps=8 if rows == 128 else 4, num_stages=stages)
 
 
 def _power_of_2_below(value: int) -> int:
@@ -180,9 +183,7 @@ def launch(
     return out
 
 
-# Registered at import, as torch finds operators by name: a compiled model refers to `workbench::tile_attention`.
-@torch.library.custom_op("workbench::tile_attention", mutates_args=())
-def tile_attention(
+def attend_rows(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -195,7 +196,7 @@ def tile_attention(
     max_context: int,
     variant: str = "auto",
 ) -> torch.Tensor:
-    """Attention of packed rows; on a CPU the plain reference, elsewhere the kernels of this module.
+    """Attention of packed rows by the kernels of this module; as an operator, on a CPU by the plain reference.
 
     Metadata are int64 tensors on the device of `query`; their contents are not checked, as nothing here waits for the
     device. Only the keys that a row may see are read, whatever else the cache holds.
@@ -231,13 +232,23 @@ def tile_attention(
         max_rows,
         max_context,
         query.element_size(),
-        torch.cuda.get_device_properties(query.device).multi_processor_count,
+        _num_sms(query.device),
     )
     return launch(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale, max_rows, tile)
 
 
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# Registered at import, as torch finds operators by name: a compiled model refers to `workbench::tile_attention`. Code
+# that nothing traces calls `attend_rows`, which spares the host the way through the dispatcher.
+tile_attention = torch.library.custom_op("workbench::tile_attention", attend_rows, mutates_args=())
+
+
 @tile_attention.register_kernel("cpu")
-def _tile_attention_cpu(
+def attend_rows_plainly(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -250,6 +261,7 @@ def _tile_attention_cpu(
     max_context: int,
     variant: str = "auto",
 ) -> torch.Tensor:
+    """`attend_rows` in plain torch, on any device; reads its metadata on the host."""
     _check(query, k_cache, v_cache, slots, starts, context_len, ancestors)
     _check_sizes(scale, max_rows, max_context, variant, ancestors)
     return tile_attention_tensors(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale)

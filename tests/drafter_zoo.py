@@ -120,3 +120,11 @@ def make_drafter(
         tokens = np.random.default_rng(0).integers(0, target.vocab_size, (4, 6))
         return DRAFTERS[name](target, script=[row[: 2 * i].tolist() for i, row in enumerate(tokens)])
     return DRAFTERS[name](target)
+
+
+def tile_twin(target: Target) -> Target:
+    """The same weights in a target that attends through the kernels' operators."""
+    config = copy.deepcopy(target.model.config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(target.model.state_dict())
+    return Target(model, target.tokenizer, target.name, stop_ids=target.stop_ids, attention="tile")

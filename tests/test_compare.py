@@ -107,23 +107,23 @@ def test_compare_side_by_side_and_sampled(tiny_llama, methods):
 def test_methods_are_interleaved_and_take_turns(tiny_llama, methods, monkeypatch):
     order = []
 
-    def recorded(target, drafter, prompts, *rest):
-        order.append((drafter.name, len(prompts)))
-        return engine.generate(target, drafter, prompts, *rest)
+    def recorded(running, requests, *rest):
+        order.append((running.drafter.name, len(requests)))
+        return engine.complete(running, requests, *rest)
 
-    monkeypatch.setattr(comparing, "generate", recorded)
+    monkeypatch.setattr(comparing, "complete", recorded)
     compare(tiny_llama, methods, {"one": SETS["one"]}, SamplingConfig(2), QUIET)
     assert order == [("ar", 1), ("scripted", 1), ("ar", 1), ("scripted", 1), ("scripted", 1), ("ar", 1)]
 
 
 def test_a_wrong_method_gets_no_speedup(tiny_llama, methods, monkeypatch):
-    def wrong(target, drafter, prompts, *rest):
-        made = engine.generate(target, drafter, prompts, *rest)
-        if drafter.name == "scripted" and list(prompts[0]) == SETS["two"][0]:
+    def wrong(running, requests, *rest):
+        made = engine.complete(running, requests, *rest)
+        if running.drafter.name == "scripted" and list(requests[0].prompt_ids) == SETS["two"][0]:
             made[0].token_ids[-1] = (made[0].token_ids[-1] + 1) % 97
         return made
 
-    monkeypatch.setattr(comparing, "generate", wrong)
+    monkeypatch.setattr(comparing, "complete", wrong)
     done = compare(tiny_llama, methods, SETS, SamplingConfig(4, stop_ids=()), QUIET)
     by_name = {(r["prompt_set"], r["method"]): r for r in done.rows}
     assert by_name["one", "scripted"]["lossless"] is True and by_name["one", "scripted"]["speedup"] is not None
@@ -161,17 +161,29 @@ def test_sampled_half_precision_is_checked_by_a_greedy_run(tiny_llama, methods, 
     class Half:
         dtype = torch.bfloat16
         device = torch.device("cpu")
+        context_limit = 512
+        forward_report = None
+
+    class Idle:
+        graph_report = None
+
+        def __init__(self, target, drafter, *rest):
+            self.target, self.drafter = target, drafter
+
+        def prepare(self):
+            pass
 
     seen = []
 
-    def fake(target, drafter, prompts, sampling, slots, trace=False):
-        seen.append((drafter.name, sampling.temperature, sampling.max_new_tokens))
-        return [result([1, 2] if sampling.temperature == 0 else [drafter.max_nodes]) for _ in prompts]
+    def fake(running, requests):
+        sampling = requests[0].sampling
+        seen.append((running.drafter.name, sampling.temperature, sampling.max_new_tokens))
+        return [result([1, 2] if sampling.temperature == 0 else [running.drafter.max_nodes]) for _ in requests]
 
-    monkeypatch.setattr(comparing, "generate", fake)
-    monkeypatch.setattr(comparing, "prompt_ids", lambda target, prompt: tuple(prompt))
+    monkeypatch.setattr(comparing, "Engine", Idle)
+    monkeypatch.setattr(comparing, "complete", fake)
     done = compare(Half(), methods, {"s": [[1]]}, SamplingConfig(100, temperature=0.7), replace(QUIET, warmup=0))
-    assert seen[2:] == [("ar", 0.0, 64), ("scripted", 0.0, 64)]
+    assert seen[-2:] == [("ar", 0.0, 64), ("scripted", 0.0, 64)]
     assert done.lossless
 
 

@@ -28,18 +28,21 @@ def _poisoned() -> Iterator[None]:
 
 
 def both(trees: list[DraftTree], choices: list[int], max_rows: int, num_sentinels: int = 0) -> AcceptedPaths:
-    """The outcome on which kernel, reference and engine agree."""
+    """The outcome on which kernel, reference and engine agree; `place` says the same as `path`."""
     tokens, ancestors, starts = joined_trees(trees, num_sentinels)
     arguments = (tokens, ancestors, starts, whole([*choices, *[0] * num_sentinels]), max_rows)
     got, want = accept(*arguments), reference(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (got, want)
-    places = starts.tolist()
+    places, place = starts.tolist(), [-1] * len(tokens)
     for r, tree in enumerate(trees):
         path = tuple(node for node in got.path[r].tolist() if node >= 0)
         if len(tree.tokens):
             walked = accept_choices(tree, np.array(choices[places[r] : places[r + 1]]))
             assert (path, int(got.bonus[r])) == (walked.path, walked.bonus)
         assert int(got.num_accepted[r]) == max(len(path) - 1, 0)
+        for step, row in enumerate(path):
+            place[places[r] + row] = step
+    assert got.place.tolist() == place and got.place.dtype == torch.int64
     return got
 
 
@@ -54,6 +57,7 @@ def test_takes_the_matching_branch():
     tree = tree_of([9, 4, 6, 5, 5, 7], [-1, 0, 0, 1, 2, 4])
     got = both([tree], [6, 5, 5, 0, 7, 3], max_rows=7)
     assert got.path.tolist() == [[0, 2, 4, 5, -1, -1, -1]]
+    assert got.place.tolist() == [0, -1, 1, -1, 2, 3]
     assert (got.num_accepted.tolist(), got.bonus.tolist()) == ([3], [3])
 
 
@@ -62,6 +66,7 @@ def test_chains_stop_at_the_first_disagreement():
     got = both(chains, [2, 8, 4, 5, 7, 2, 3, 6], max_rows=16, num_sentinels=4)
     assert got.num_accepted.tolist() == [1, 0, 2]
     assert got.bonus.tolist() == [8, 7, 6]
+    assert got.place.tolist() == [0, 1, -1, -1, 0, 0, 1, 2, -1, -1, -1, -1]
 
 
 def test_of_equal_siblings_the_first_is_followed():

@@ -55,7 +55,7 @@ class Round:
         self.cache.kv.copy_(torch.from_numpy(rng.standard_normal(self.cache.kv.shape)))
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """(lengths, choices, path, num_accepted, bonus), from the kernels alone."""
+        """(lengths, choices, path, num_accepted, bonus, place), from the kernels alone."""
         found = KERNELS["features"][0](self.draft_logits)
         chance = (found.values[:, 0] - found.normaliser).view(NUM_REQUESTS, NUM_DRAFTS)
         scores = chance.cumsum(-1).exp()
@@ -70,7 +70,7 @@ class Round:
 
     def check(self, results: tuple[torch.Tensor, ...]) -> None:
         """The same round on the host, by what the policies, the workspace and the sampler do."""
-        lengths, choices, path, num_accepted, bonus = (part.tolist() for part in results)
+        lengths, choices, path, num_accepted, bonus, place = (part.tolist() for part in results)
         log_probs = self.draft_logits.view(NUM_REQUESTS, NUM_DRAFTS, VOCAB).log_softmax(-1).max(-1)
         scores = log_probs.values.cumsum(-1).exp().cpu().numpy()
         assert lengths == dvl.allocate(scores, int(self.budget), limits=self.limits.cpu().numpy()).tolist()
@@ -92,6 +92,9 @@ class Round:
             assert choices[own] == want.tolist()
             got = accept_choices(chain, want)
             assert (tuple(path[r][: num_accepted[r] + 1]), bonus[r]) == (got.path, got.bonus)
+            kept = len(got.path)  # of a chain, the first rows
+            assert place[own] == [*range(kept), *[-1] * (len(chain.tokens) - kept)]
+        assert place[starts[live] :] == [-1] * (8 * NUM_REQUESTS - starts[live])
         assert num_accepted[live:] == bonus[live:] == [0] * (NUM_REQUESTS - live)
 
 

@@ -8,6 +8,10 @@ by extending the foreign package's search path; none of them bears the name of o
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import cache
+
+import torch
 
 from workbench.paths import repo_root
 
@@ -18,3 +22,27 @@ def add_own_kernels() -> None:
     own = str(repo_root() / "kernels")
     if own not in package.__path__:
         package.__path__.append(own)
+
+
+def kernel(name: str, device: torch.device) -> Callable:
+    """A kernel of `kernels.table`: the fast one on a CUDA device, its plain reference elsewhere.
+
+    Raises:
+        KeyError: no kernel of that name.
+    """
+    return _kernels(device.type == "cuda")[name]
+
+
+@cache
+def _kernels(fast: bool) -> dict[str, Callable]:
+    """All of one kind; looked up hundreds of times in a round that is launched kernel by kernel."""
+    add_own_kernels()
+    from kernels.table import KERNELS  # after the path is known
+
+    return {name: pair[0 if fast else 1] for name, pair in KERNELS.items()}
+
+
+def register_operators() -> None:
+    """Makes our operators known to torch, as `torch.ops.workbench`; calling it again changes nothing."""
+    add_own_kernels()
+    importlib.import_module("kernels.cached_attention")  # and those it calls

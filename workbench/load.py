@@ -33,6 +33,7 @@ def load_target(
     device: str = "cpu",
     context_limit: int | None = None,
     attention: str = "auto",
+    forward: str = "auto",
 ) -> Target:
     """Loads a causal LM as a target. Only safetensors weights are read, and no code of the checkpoint is run.
 
@@ -43,6 +44,7 @@ def load_target(
         context_limit: most tokens of a request, prompt included; default: what the model was made for.
         attention: "plain" for plain torch, "tile" for the Triton kernels ("tile:rows128" and others choose the tile);
             "auto" takes the kernels on a CUDA device.
+        forward: "stock" for the model's own operations, "fused" or "compiled"; see `workbench.models.target.Target`.
 
     Raises:
         ValueError: an argument out of range, or a folder that holds no complete model.
@@ -58,7 +60,7 @@ def load_target(
     else:
         model, tokenizer = _from_folder(folder, torch_dtype, place)
         name = EMBEDDED if name == EMBEDDED else folder.name
-    return Target(model, tokenizer, name=name, context_limit=context_limit, attention=attention)
+    return Target(model, tokenizer, name=name, context_limit=context_limit, attention=attention, forward=forward)
 
 
 def load_method(name: str, target: Target, path: str | Path | None = None, **options: object) -> Drafter:

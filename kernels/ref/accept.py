@@ -21,11 +21,13 @@ class AcceptedPaths(NamedTuple):
             the last.
         num_accepted: [R] int64, accepted drafted tokens, the root not counted.
         bonus: [R] int64, the target's token after the last accepted row; 0 for a request without rows.
+        place: [M] int64, the same as `path` seen from the rows: where on its path a row stands; -1 for other rows.
     """
 
     path: torch.Tensor
     num_accepted: torch.Tensor
     bonus: torch.Tensor
+    place: torch.Tensor
 
 
 def check_trees(
@@ -69,6 +71,7 @@ def accept(
     places = starts.tolist()
     path = torch.full((len(places) - 1, max_rows), -1, dtype=torch.int64, device=tokens.device)
     num_accepted, bonus = torch.zeros_like(path[:, 0]), torch.zeros_like(path[:, 0])
+    place = torch.full_like(tokens, -1)
     for r, (first, stop) in enumerate(pairwise(places)):
         if first == stop:
             continue
@@ -76,7 +79,8 @@ def accept(
         path[r, : len(found)] = torch.tensor(found, device=path.device)
         num_accepted[r] = len(found) - 1
         bonus[r] = choices[first + found[-1]]
-    return AcceptedPaths(path, num_accepted, bonus)
+        place[first + path[r, : len(found)]] = torch.arange(len(found), device=place.device)
+    return AcceptedPaths(path, num_accepted, bonus, place)
 
 
 def _walk(tokens: list[int], ancestors: list[int], choices: list[int]) -> list[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from workbench.kernel_path import kernel
 from workbench.types import Signals
 
 #: Where exp is still a normal float32 number. Keeps a logit of minus infinity from making the entropy NaN.
@@ -13,10 +16,52 @@ _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 _BLOCK = 256
 
 
+class Confidence(NamedTuple):
+    """What rows of logits say about themselves.
+
+    Attributes:
+        tokens: [...] int64, id of the largest logit, the lowest between equals.
+        values: [..., 16] float32, the largest logits, largest first.
+        normaliser: [...] float32, ln of the sum of exp.
+        entropy: [...] float32, in nats.
+    """
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+    normaliser: torch.Tensor
+    entropy: torch.Tensor
+
+
+def confidence_features(logits: torch.Tensor) -> Confidence:
+    """All of it from one pass over the vocabulary; nothing is read on the host, so the call can be captured.
+
+    A row with NaN or plus infinity has the normaliser NaN; its tokens and values are not defined, those of other rows
+    are not touched.
+
+    Args:
+        logits: [..., V] of any float type, V from 16 on. Contiguous, or the rows are copied first.
+
+    Raises:
+        ValueError: see `kernels.ref.features.check_logits`.
+    """
+    found = kernel("features", logits.device)(logits.flatten(0, -2))
+    shape = logits.shape[:-1]
+    return Confidence(
+        found.ids[:, 0].unflatten(0, shape),
+        found.values.unflatten(0, shape),
+        found.normaliser.unflatten(0, shape),
+        found.entropy.unflatten(0, shape),
+    )
+
+
 def draft_log_probs(signals: Signals) -> torch.Tensor:
     """[R, n] float32: log-probability of each drafted token under the draft distribution."""
-    drafted = signals.logits.gather(-1, signals.tokens[..., None].long())[..., 0].float()
-    return drafted - normaliser_and_entropy(signals.logits)[0]
+    return token_log_probs(signals.logits, signals.tokens, normaliser_and_entropy(signals.logits)[0])
+
+
+def token_log_probs(logits: torch.Tensor, tokens: torch.Tensor, normaliser: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of some tokens: logits [..., V], ids and normalisers [...] -> [...] float32."""
+    return logits.gather(-1, tokens[..., None].long())[..., 0].float() - normaliser
 
 
 def top_logits(logits: torch.Tensor, count: int) -> torch.Tensor:

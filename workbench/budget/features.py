@@ -85,19 +85,45 @@ class DraftFeatures:
             ValueError: the drafts have another length, hidden size or vocabulary.
         """
         num_requests = len(signals.requests)
-        drafts = (num_requests, self.width - 1)
-        if signals.hidden.shape != (*drafts, self.hidden_size) or signals.logits.shape != (*drafts, self.vocab_size):
-            raise ValueError(
-                f"hidden {list(signals.hidden.shape)} and logits {list(signals.logits.shape)}, allowed "
-                f"[{num_requests}, {self.width - 1}, {self.hidden_size}] and [..., {self.vocab_size}]"
-            )
+        self.check_drafts(num_requests, signals.hidden, signals.logits)
         best = top_logits(signals.logits, NUM_RANKS)
         normaliser, entropy = normaliser_and_entropy(signals.logits)
+        return self.vectors(signals.hidden, best, normaliser, entropy, num_requests if num_live is None else num_live)
+
+    def check_drafts(self, num_requests: int, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """Raises ValueError unless these are `num_requests` drafts of width - 1 tokens; looks at no value."""
+        drafts = (num_requests, self.width - 1)
+        if hidden.shape != (*drafts, self.hidden_size) or logits.shape != (*drafts, self.vocab_size):
+            raise ValueError(
+                f"hidden {list(hidden.shape)} and logits {list(logits.shape)}, allowed "
+                f"[{num_requests}, {self.width - 1}, {self.hidden_size}] and [..., {self.vocab_size}]"
+            )
+
+    @torch.no_grad()
+    def vectors(
+        self,
+        hidden: torch.Tensor,
+        best: torch.Tensor,
+        normaliser: torch.Tensor,
+        entropy: torch.Tensor,
+        num_live: int | torch.Tensor,
+    ) -> torch.Tensor:
+        """The vectors from what one pass over the logits has found; nothing is read on the host.
+
+        Args:
+            hidden: [R, n, H] of any float type.
+            best: [R, n, 16] float32, the largest logits, largest first.
+            normaliser, entropy: [R, n] float32.
+            num_live: requests decided together, a number or an integer tensor of one element on the same device.
+
+        Returns:
+            [R, size] float32. A row follows from the drafts of its request and `num_live` alone.
+        """
         top = best[..., :1]
         confidence = torch.cat((top, top - best[..., 1:], top - normaliser[..., None], entropy[..., None]), -1)
-        projected = signals.hidden.to(self.matrix.device, torch.float32) @ self.matrix
-        batch = projected.new_zeros(num_requests, BATCH_SIZE)
-        batch[:, 0] = num_requests if num_live is None else num_live
+        projected = hidden.to(self.matrix.device, torch.float32) @ self.matrix
+        batch = projected.new_zeros(len(hidden), BATCH_SIZE)
+        batch[:, 0] = num_live
         batch[:, 3] = 1.0
         groups = (confidence, projected[..., :HIDDEN_SIZE], projected[..., HIDDEN_SIZE:])
         return torch.cat((*(group.flatten(1) for group in groups), batch), 1)

@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from workbench.batch import Chains
+from workbench.budget.confidence import Confidence
 from workbench.budget.features import DraftFeatures, feature_size
 from workbench.types import MAX_TREE_ROWS, Signals
 
@@ -109,7 +111,29 @@ class PredictorScorer:
     @torch.no_grad()
     def __call__(self, signals: Signals) -> np.ndarray:
         """See `workbench.types.Scorer`."""
-        return running_minimum(self.predictor.probabilities(self.features(signals))).cpu().numpy()
+        return self._scores(self.features(signals)).cpu().numpy()
+
+    @torch.no_grad()
+    def scores(self, chains: Chains, confidence: Confidence, num_live: torch.Tensor) -> torch.Tensor:
+        """The same as a tensor on the device; nothing is read on the host.
+
+        Args:
+            chains: drafts of R requests, of width - 1 tokens each.
+            confidence: of their logits.
+            num_live: integer of one element, requests that draft.
+
+        Returns:
+            [R, width - 1] float32. A row with NaN in its draft is NaN, the others do not notice.
+
+        Raises:
+            ValueError: the drafts have another length, hidden size or vocabulary.
+        """
+        self.features.check_drafts(len(chains.tokens), chains.hidden, chains.logits)
+        _, best, normaliser, entropy = confidence
+        return self._scores(self.features.vectors(chains.hidden, best, normaliser, entropy, num_live))
+
+    def _scores(self, features: torch.Tensor) -> torch.Tensor:
+        return running_minimum(self.predictor.probabilities(features))
 
 
 @dataclass(frozen=True)

@@ -5,22 +5,41 @@ Each is a `workbench.types.Scorer`: signals of R requests with n drafted tokens 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral
 
 import numpy as np
+import torch
 
 from workbench.budget.confidence import draft_log_probs, top_logits
 from workbench.types import Scorer, Signals
 
 
+def product_of(log_probs: torch.Tensor) -> torch.Tensor:
+    """Products along the last axis, of probabilities given by their logarithms."""
+    return log_probs.cumsum(-1).exp()
+
+
+def minimum_of(log_probs: torch.Tensor) -> torch.Tensor:
+    """Running minima along the last axis, of probabilities given by their logarithms."""
+    return log_probs.cummin(-1).values.exp()
+
+
 def product_scores(signals: Signals) -> np.ndarray:
     """Product of the draft probabilities up to this token: a chain holds only as long as all its links do."""
-    return draft_log_probs(signals).cumsum(-1).exp().cpu().numpy()
+    return product_of(draft_log_probs(signals)).cpu().numpy()
 
 
 def minimum_scores(signals: Signals) -> np.ndarray:
     """Lowest draft probability up to this token: what DScale does with its predicted probabilities."""
-    return draft_log_probs(signals).cummin(-1).values.exp().cpu().numpy()
+    return minimum_of(draft_log_probs(signals)).cpu().numpy()
+
+
+#: Scorers that read the log-probabilities of drafted tokens [R, n] and nothing else, and their arithmetic on tensors.
+FROM_LOG_PROBS: dict[Scorer, Callable[[torch.Tensor], torch.Tensor]] = {
+    product_scores: product_of,
+    minimum_scores: minimum_of,
+}
 
 
 def gap_scores(signals: Signals) -> np.ndarray:

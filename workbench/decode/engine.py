@@ -11,19 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from tqdm.auto import tqdm
 
-from workbench.budget.limits import within_limits
-from workbench.decode.accept import Accepted, accept_choices, accept_sampling
+from workbench.decode.captured import CapturedRound
+from workbench.decode.eager import EagerRound, bucket
+from workbench.decode.graphs import GraphReport
 from workbench.decode.live import LiveRequest, Request
-from workbench.decode.rows import Workspace, pack_chunks
-from workbench.decode.sampling import SamplingConfig, argmax_tokens, choose
+from workbench.decode.prefill import CapturedPrefill, EagerPrefill
+from workbench.decode.round import Outcome, Round, RoundParts
+from workbench.decode.rows import Workspace
+from workbench.decode.sampling import SamplingConfig, choose
 from workbench.decode.stopping import stop_rules
 from workbench.measure.timer import StageTimer
-from workbench.models.packed import PackedRows
 from workbench.models.target import Target
-from workbench.types import MAX_TREE_ROWS, Commit, Drafter, DraftTree, GenerateResult, RoundStats
+from workbench.types import MAX_TREE_ROWS, Commit, Drafter, GenerateResult, RoundStats
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Engine:
         trace: keep every verified tree and accepted path in the round records.
         prefill_chunk: most prompt tokens of a request in one prefill forward.
         row_bucket: rounds are filled up with sentinel rows to a multiple of this, so that few sizes occur.
+        graphs: run rounds on the device as CUDA graphs (`workbench.decode.captured`; on a CPU uncaptured, with
+            attention "tile"). None does so on a CUDA device where target and drafter can.
 
     Raises:
         ValueError: slots, max_len, prefill_chunk or row_bucket out of range, or a drafter whose trees are too large.
@@ -80,6 +83,7 @@ class Engine:
         trace: bool = False,
         prefill_chunk: int = 1024,
         row_bucket: int = 1,
+        graphs: bool | None = None,
     ) -> None:
         limit = target.context_limit if max_len is None else max_len
         for name, value in (("slots", slots), ("prefill_chunk", prefill_chunk), ("row_bucket", row_bucket)):
@@ -90,14 +94,16 @@ class Engine:
         if not 0 <= drafter.max_nodes < MAX_TREE_ROWS:
             raise ValueError(f"drafter {drafter.name!r}: max_nodes={drafter.max_nodes} outside 0..{MAX_TREE_ROWS - 1}")
         self.target, self.drafter, self.trace = target, drafter, trace
-        self.max_len, self.prefill_chunk, self.row_bucket = limit, prefill_chunk, row_bucket
+        self.max_len, self.prefill_chunk = limit, prefill_chunk
         # A tree's rows lie behind the committed context until the accepted ones are moved together.
         self._cache = target.new_cache(slots, limit + drafter.max_nodes)
-        self._workspace = Workspace(
-            slots, self._bucket(slots * (1 + drafter.max_nodes)), self._cache.max_len, target.device
+        workspace = Workspace(
+            slots, bucket(slots * (1 + drafter.max_nodes), row_bucket), self._cache.max_len, target.device
         )
         self._session = drafter.session(slots, limit)
         self._timer = StageTimer(target.device)
+        parts = RoundParts(target, drafter, self._cache, self._session, workspace, self._timer, row_bucket)
+        self._rounds, self._prefills = _ways(parts, self._cache.max_len, min(prefill_chunk, limit), graphs)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._live: dict[int, LiveRequest] = {}
         self._free = list(range(slots))[::-1]
@@ -140,6 +146,25 @@ class Engine:
     def _require_whole(self) -> None:
         if self._interrupted:
             raise RuntimeError("an earlier step was interrupted or failed; make a new engine and submit again")
+
+    def prepare(self) -> None:
+        """Captures what rounds may need, so that no later round has to wait for it; nothing to do without graphs.
+
+        Raises:
+            RuntimeError: requests are live, or see `step`.
+        """
+        self._require_whole()
+        if self._live:
+            raise RuntimeError("requests are live; prepare an engine before its first step or after its last")
+        if isinstance(self._rounds, CapturedRound):
+            self._rounds.prepare()
+            self._prefills.prepare()
+            self._timer.reset()
+
+    @property
+    def graph_report(self) -> GraphReport | None:
+        """What the graphs of this engine cost; None without."""
+        return self._rounds.pool.report if isinstance(self._rounds, CapturedRound) else None
 
     @property
     def busy(self) -> bool:
@@ -198,9 +223,7 @@ class Engine:
         chunks = [x.tokens[x.prefilled : end] for x, end in zip(pending, ends, strict=True)]
         starts = [x.prefilled for x in pending]
         slots = [x.slot for x in pending]
-        rows = pack_chunks(chunks, slots, starts, self.target.device)
-        last_rows = torch.tensor(rows.starts[1:], device=self.target.device) - 1
-        out = self.target.forward(rows, self._cache, self.drafter.taps, last_rows)
+        out = self._prefills.run(chunks, slots, starts)
         for i, (live, end) in enumerate(zip(pending, ends, strict=True)):
             live.prefilled = end
             if end == live.prompt_len:
@@ -212,81 +235,19 @@ class Engine:
         live = sorted(self._live.values(), key=lambda x: x.slot)
         if not live:
             return []
-        timer = self._timer
-        requests = [x.draft_request(self.drafter.max_nodes) for x in live]
-        proposed = self._session.propose(requests, timer)
-        with timer.stage("allocate"):
-            trees = self.drafter.policy.allocate(within_limits(proposed, requests, self.target.vocab_size))
-        with timer.stage("pack"):
-            num_rows = self._bucket(sum(len(t.tokens) for t in trees))
-            rows = self._workspace.pack(trees, [x.slot for x in live], [x.committed for x in live], num_rows)
-        with timer.stage("verify"):
-            out = self.target.forward(rows, self._cache, self.drafter.taps)
-        with timer.stage("accept"):
-            accepted = self._accept(live, trees, rows, out.logits)
-        with timer.stage("commit"):
-            self._commit(live, trees, accepted, rows, out.taps)
-        stage_s = timer.take()
+        result = self._rounds.run(live)
+        stage_s = self._timer.take()
         events: list[Event] = []
-        for x, drafted, tree, got in zip(live, proposed, trees, accepted, strict=True):
-            stats = self._stats(drafted, tree, got, stage_s, len(live), num_rows)
-            tokens = [*tree.tokens[list(got.path[1:])].tolist(), got.bonus]
-            events += self._emit(x, x.extend(tokens), stats)
+        for x, outcome in zip(live, result.outcomes, strict=True):
+            got = outcome.accepted
+            tokens = [*outcome.tree.tokens[list(got.path[1:])].tolist(), got.bonus]
+            events += self._emit(x, x.extend(tokens), self._stats(outcome, stage_s, len(live), result.num_rows))
         return events
 
-    def _bucket(self, num_rows: int) -> int:
-        """The next multiple of `row_bucket`."""
-        return -(-num_rows // self.row_bucket) * self.row_bucket
-
-    def _accept(
-        self, live: list[LiveRequest], trees: list[DraftTree], rows: PackedRows, logits: torch.Tensor
-    ) -> list[Accepted]:
-        """One walk a request over the target's tokens; all greedy rows share one argmax."""
-        argmax = argmax_tokens(logits) if any(x.request.sampling.greedy for x in live) else None
-        accepted = []
-        for x, tree, first in zip(live, trees, rows.starts, strict=False):
-            own = slice(first, first + len(tree.tokens))
-            if x.request.sampling.greedy:
-                accepted.append(accept_choices(tree, argmax[own]))
-            else:
-                accepted.append(accept_sampling(tree, logits[own], x.committed, x.request.sampling, x.request.stream))
-        return accepted
-
-    def _commit(
-        self,
-        live: list[LiveRequest],
-        trees: list[DraftTree],
-        accepted: list[Accepted],
-        rows: PackedRows,
-        taps: torch.Tensor | None,
-    ) -> None:
-        """Keeps the KV rows of the accepted paths and hands them to the drafter."""
-        for x, got in zip(live, accepted, strict=True):
-            self._cache.keep_path(x.slot, x.committed, got.path)
-        if taps is not None:
-            kept = [first + node for first, got in zip(rows.starts, accepted, strict=False) for node in got.path]
-            taps = taps[torch.tensor(kept, device=taps.device)]
-        self._session.observe(
-            Commit(
-                slots=[x.slot for x in live],
-                starts=[x.committed for x in live],
-                tokens=[t.tokens[list(g.path)].astype(np.int64) for t, g in zip(trees, accepted, strict=True)],
-                next_tokens=[g.bonus for g in accepted],
-                taps=taps,
-            )
-        )
-
-    def _stats(
-        self,
-        drafted: DraftTree,
-        tree: DraftTree,
-        got: Accepted,
-        stage_s: dict[str, float],
-        num_requests: int,
-        num_rows: int,
-    ) -> RoundStats:
+    def _stats(self, outcome: Outcome, stage_s: dict[str, float], num_requests: int, num_rows: int) -> RoundStats:
+        tree, got = outcome.tree, outcome.accepted
         return RoundStats(
-            num_drafted=drafted.num_nodes,
+            num_drafted=outcome.num_drafted,
             num_verified=len(tree.tokens),
             num_accepted=got.num_accepted,
             num_emitted=0,
@@ -308,6 +269,19 @@ class Engine:
             self._free.append(live.slot)
             events.append(FinishEvent(live.index, live.result()))
         return events
+
+
+def _ways(
+    parts: RoundParts, max_context: int, max_chunk: int, graphs: bool | None
+) -> tuple[Round, EagerPrefill | CapturedPrefill]:
+    """How an engine runs rounds and prefills."""
+    if graphs is None:
+        able = parts.target.tiled and hasattr(parts.session, "on_device")
+        graphs = able and parts.target.device.type == "cuda"
+    if not graphs:
+        return EagerRound(parts), EagerPrefill(parts)
+    rounds = CapturedRound(parts, max_context)
+    return rounds, CapturedPrefill(parts, rounds.pool, max_chunk, max_context)
 
 
 #: A prompt: token ids, a user message, or a conversation of {"role", "content"} messages.
@@ -358,21 +332,40 @@ def generate(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one text; give a list of prompts")
+    requests = requests_of(target, prompts, sampling)
+    if not requests:
+        return []
+    engine = Engine(target, drafter, min(slots, len(requests)), min(longest(requests), target.context_limit), trace)
+    return complete(engine, requests, progress)
+
+
+def requests_of(
+    target: Target, prompts: Sequence[Prompt], sampling: SamplingConfig | Sequence[SamplingConfig] | None = None
+) -> list[Request]:
+    """Requests for prompts; see `generate`.
+
+    Raises:
+        ValueError: a bad prompt, or another number of sampling configurations than prompts.
+    """
     config = SamplingConfig() if sampling is None else sampling
     configs = [config] * len(prompts) if isinstance(config, SamplingConfig) else list(config)
     if len(configs) != len(prompts):
         raise ValueError(f"sampling has {len(configs)} entries for {len(prompts)} prompts")
-    requests = [Request(prompt_ids(target, p), c) for p, c in zip(prompts, configs, strict=True)]
-    if not requests:
-        return []
-    longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
-    engine = Engine(target, drafter, min(slots, len(requests)), min(longest, target.context_limit), trace)
-    for request in requests:
-        engine.submit(request)
+    return [Request(prompt_ids(target, p), c) for p, c in zip(prompts, configs, strict=True)]
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """Most tokens that one of the requests can come to, prompt and output."""
+    return max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+
+
+def complete(engine: Engine, requests: Sequence[Request], progress: bool = False) -> list[GenerateResult]:
+    """Runs requests through an idle engine to their end; results in order."""
+    places = {engine.submit(request): place for place, request in enumerate(requests)}
     results: dict[int, GenerateResult] = {}
-    with tqdm(total=len(requests), disable=not progress, desc=drafter.name, unit="prompt") as bar:
+    with tqdm(total=len(requests), disable=not progress, desc=engine.drafter.name, unit="prompt") as bar:
         for event in engine.stream():
             if isinstance(event, FinishEvent):
-                results[event.request] = event.result
+                results[places[event.request]] = event.result
                 bar.update()
     return [results[i] for i in range(len(requests))]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from workbench.models.packed import PackedRows, RowMetadata
+from workbench.batch import Batch, DeviceRows
+from workbench.models.packed import PackedRows
 from workbench.search.encode import ancestor_masks
 from workbench.types import DraftTree
 
@@ -82,6 +83,25 @@ class Workspace:
             self._device_buffer.copy_(self._host_buffer, non_blocking=True)
         return self._views(slots, context_len, starts, masks, total)
 
+    def clear(self) -> None:
+        """A round without rows: everything is a sentinel."""
+        self._host_buffer.zero_()
+        self._host[3][:] = self._dead_row
+        if self._device_buffer is not self._host_buffer:
+            self._device_buffer.copy_(self._host_buffer, non_blocking=True)
+
+    def copy_requests(self, batch: Batch) -> None:
+        """Takes slots and context lengths of a round that is packed on the device."""
+        count = len(batch.slots)
+        self.slots[:count].copy_(batch.slots)
+        self.context_len[:count].copy_(batch.context_len)
+
+    def device_rows(self, num_requests: int, num_rows: int, max_rows: int, max_context: int) -> DeviceRows:
+        """Views for kernels of as many requests and rows; the two bounds are as in `DeviceRows`."""
+        fields = (self.tokens, self.positions, self.slot_of_row, self.kv_row, self.ancestors)
+        requests = (self.slots[:num_requests], self.starts[: num_requests + 1], self.context_len[:num_requests])
+        return DeviceRows(*(field[:num_rows] for field in fields), *requests, max_rows, max_context)
+
     def _fill(
         self,
         trees: Sequence[DraftTree],
@@ -120,14 +140,7 @@ class Workspace:
             slots=tuple(int(s) for s in slots),
             starts=tuple(starts.tolist()),
             context_len=tuple(int(c) for c in context_len),
-            metadata=RowMetadata(
-                self.slots[:num_requests],
-                self.starts[: num_requests + 1],
-                self.context_len[:num_requests],
-                self.ancestors[:total],
-                int(np.diff(starts).max()),
-                int(max(context_len)),
-            ),
+            device_rows=self.device_rows(num_requests, total, int(np.diff(starts).max()), int(max(context_len))),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.budget.table import build_policy
+from workbench.drafters.host_drafts import HostDrafts
 from workbench.models.target import Target
 from workbench.types import Commit, DraftRequest, DraftTree, Stopwatch, root_tree
 
@@ -29,6 +30,10 @@ class ArDrafter:
     def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
         """Root-only trees."""
         return [root_tree(int(r.tokens[-1])) for r in requests]
+
+    def on_device(self) -> HostDrafts:
+        """Everything stays on the host."""
+        return HostDrafts(self)
 
 
 def build_ar(target: Target, path: str | None = None) -> ArDrafter:

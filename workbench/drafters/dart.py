@@ -15,8 +15,10 @@ from torch import nn
 
 from workbench.budget.table import build_policy, build_tree_policy
 from workbench.drafters.committed import committed_rows
+from workbench.drafters.dart_device import CandidatesOf, DartDeviceSession
 from workbench.drafters.dart_files import load_dart
 from workbench.drafters.dart_model import DartModel
+from workbench.drafters.dart_state import DartState, num_candidates
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
 from workbench.drafters.trie_option import TRIE, resolve_trie
@@ -25,9 +27,6 @@ from workbench.models.target import Target
 from workbench.search.prune import PruneConfig, prune_trees
 from workbench.search.trie import NgramTrie
 from workbench.types import Commit, DraftRequest, DraftTree, Policy, Stopwatch, root_tree
-
-#: Candidates kept at each position before the search, as published.
-NUM_CANDIDATES = 25
 
 
 class DartDrafter:
@@ -67,36 +66,21 @@ class DartDrafter:
 
 
 class DartSession:
-    """K/V of the real rows of every slot, and the newest real row of each.
-
-    The cache has `draft_length` rows more than `max_len`: masks are written behind the real rows and overwritten by
-    the next ones, so real rows in the cache are always exactly the committed tokens.
-    """
+    """Rounds on the host over a `DartState`."""
 
     @torch.inference_mode()
     def __init__(self, drafter: DartDrafter, slots: int, max_len: int) -> None:
-        for name, value in (("slots", slots), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"{name}={value}; allowed: 1 or more")
         model = drafter.model
-        config = model.config
-        weight = model.fc.weight
         self._drafter, self._model = drafter, model
-        self._device, self._max_len = weight.device, max_len
-        rows = max_len + config.draft_length
-        shape = (slots, rows, config.num_key_value_heads, config.head_dim)
-        self._keys = weight.new_zeros(shape)  # zeros, since rows that nobody wrote must stay finite under a mask
-        self._values = weight.new_zeros(shape)
-        self._features = weight.new_zeros(slots, config.hidden_size)
-        self._inputs = weight.new_zeros(slots, 2 * config.hidden_size)
-        self._lengths = np.zeros(slots, np.int64)
-        self._cos, self._sin = model.rotary(torch.arange(rows, device=self._device))
-        mask_rep = model.midlayer.mask_rep
-        self._mask_query = model.query(mask_rep)
-        self._mask_key, self._mask_value = model.key_value(mask_rep)
-        self._mask_residual = mask_rep[: config.hidden_size]
-        self._steps = torch.arange(config.depth, device=self._device)
+        self._device = model.fc.weight.device
+        self._state = DartState(model, slots, max_len)
+        self._keys, self._values = self._state.cache.layer(0)
+        self._steps = torch.arange(model.config.depth, device=self._device)
         self._draft_ids = model.draft_ids
+
+    def on_device(self) -> DartDeviceSession:
+        """The part that can be captured, over the same state."""
+        return DartDeviceSession(self._model, self._drafter.embedding, self._state, self._search)
 
     @torch.inference_mode()
     def observe(self, commit: Commit) -> None:
@@ -105,24 +89,30 @@ class DartSession:
         Raises:
             ValueError: no taps, a chunk that does not continue its slot, or one beyond `max_len`.
         """
-        model, dtype = self._model, self._keys.dtype
-        rows = committed_rows(commit, self._lengths, self._max_len, model.fc.in_features, self._device)
+        model, state, dtype = self._model, self._state, self._keys.dtype
+        rows = committed_rows(commit, state.lengths, state.max_len, model.fc.in_features, self._device)
         parts = [np.append(t[1:], n) for t, n in zip(commit.tokens, commit.next_tokens, strict=True)]
         next_ids = torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(self._device)
         embeddings = self._drafter.embedding(next_ids).to(dtype)
         features, inputs = model.real_rows(commit.taps.to(self._device, dtype), embeddings)
         keys, values = model.key_value(inputs)
         places = rows.slot_of_row, rows.positions
-        self._keys[places] = rotate(keys, self._cos[rows.positions], self._sin[rows.positions])
+        self._keys[places] = rotate(keys, state.cos[rows.positions], state.sin[rows.positions])
         self._values[places] = values
         newest = torch.from_numpy(np.cumsum(rows.counts) - 1).to(self._device)
         moved = torch.from_numpy(rows.slots).to(self._device)
-        self._features[moved] = features[newest]
-        self._inputs[moved] = inputs[newest]
-        self._lengths[rows.slots] = rows.ends
+        query = model.query(inputs[newest]).flatten(1)
+        state.newest[moved] = torch.cat([features[newest], query], dim=1)
+        state.lengths[rows.slots] = rows.ends
 
     def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
         """One pruned tree a request, from one forward for all of them."""
+        return self._search(requests, lambda drafting: self._candidates([requests[i].slot for i in drafting]), timer)
+
+    def _search(
+        self, requests: Sequence[DraftRequest], candidates_of: CandidatesOf, timer: Stopwatch
+    ) -> list[DraftTree]:
+        """One tree a request; candidates are asked for once, if any request can use a draft."""
         depth = self._model.config.depth
         limits = [0 if r.max_nodes < 1 else max(0, min(r.max_depth, depth)) for r in requests]
         drafting = [i for i, limit in enumerate(limits) if limit]
@@ -130,7 +120,7 @@ class DartSession:
         if not drafting:
             return trees
         with timer.stage("draft"):
-            ids, probs = self._candidates([requests[i].slot for i in drafting])
+            ids, probs = candidates_of(drafting)
         with timer.stage("search"):
             for limit in sorted({limits[i] for i in drafting}):
                 rows = [k for k, i in enumerate(drafting) if limits[i] == limit]
@@ -156,32 +146,29 @@ class DartSession:
         Raises:
             ValueError: a slot without committed tokens.
         """
-        model, config = self._model, self._model.config
-        lengths = self._lengths[list(slots)]
+        config, state = self._model.config, self._state
+        lengths = state.lengths[list(slots)]
         if (lengths < 1).any():
             raise ValueError(f"slots={list(slots)}: one of them has no committed tokens yet")
         extent = int(lengths.max()) + config.draft_length
         index = torch.tensor(list(slots), device=self._device)
         end = torch.from_numpy(lengths).to(self._device)
         positions = end[:, None] - 1 + self._steps  # [R, d]
-        cos, sin = self._cos[positions], self._sin[positions]
-        masks = (len(slots), config.draft_length, -1, -1)
-        query = torch.cat([model.query(self._inputs[index])[:, None], self._mask_query.expand(masks)], dim=1)
-        mask_key = rotate(self._mask_key.expand(masks), cos[:, 1:], sin[:, 1:])
-        self._keys[index[:, None], positions[:, 1:]] = mask_key
-        self._values[index[:, None], positions[:, 1:]] = self._mask_value
+        cos, sin = state.cos[positions], state.sin[positions]
+        own = state.split(state.drafts[index])
+        mask_places = index[:, None], positions[:, 1:]
+        self._keys[mask_places] = rotate(own.key[:, 1:], cos[:, 1:], sin[:, 1:])
+        self._values[mask_places] = own.value[:, 1:]
         visible = torch.arange(extent, device=self._device) <= positions[..., None]  # [R, d, extent]
         rows = slice(slots[0], slots[0] + 1) if len(slots) == 1 else index
-        attended = _attend(rotate(query, cos, sin), self._keys[rows, :extent], self._values[rows, :extent], visible)
-        residual = torch.cat(
-            [self._features[index][:, None], self._mask_residual.expand(len(slots), config.draft_length, -1)], dim=1
-        )
-        return model.lm_head(model.finish(residual, attended))
+        query = rotate(own.query, cos, sin)
+        attended = _attend(query, self._keys[rows, :extent], self._values[rows, :extent], visible)
+        return self._model.lm_head(self._model.finish(own.residual, attended))
 
     @torch.inference_mode()
     def _candidates(self, slots: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Target ids [R, d, C] int64 and their soft-maxed probabilities, fp32, best first."""
-        best, index = self.logits(slots).topk(min(NUM_CANDIDATES, self._model.config.draft_vocab_size), dim=-1)
+        best, index = self.logits(slots).topk(num_candidates(self._model.config), dim=-1)
         probs = torch.softmax(best.float(), dim=-1)
         return self._draft_ids[index].cpu().numpy(), probs.cpu().numpy()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +15,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from workbench.budget.confidence import draft_log_probs
 from workbench.budget.table import build_policy
+from workbench.drafters.chain_trees import chain_trees, require_in_step
 from workbench.drafters.committed import committed_rows
 from workbench.drafters.dflash_config import DFlashConfig, check_whole
+from workbench.drafters.dflash_device import DFlashDevice
 from workbench.drafters.dflash_files import load_dflash
 from workbench.drafters.dflash_model import DFlashModel
+from workbench.drafters.dflash_packed import DFlashWeights
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
 from workbench.drafters.weights_option import require_fit, weights_folder
 from workbench.models.argmax import argmax_ids
+from workbench.models.attention import TILE_VARIANTS
 from workbench.models.cache import SlotCache
 from workbench.models.target import Target
-from workbench.types import Commit, DraftRequest, DraftTree, Policy, Signals, Stopwatch, chain_tree, root_tree
+from workbench.types import Commit, DraftRequest, DraftTree, Policy, Signals, Stopwatch
 
 
 class DFlashDrafter:
@@ -40,9 +43,10 @@ class DFlashDrafter:
             CPU that makes the largest product of a draft, 15 rows by the vocabulary, about three times as fast.
         policy: decides how much is verified; its scorer, if any, judges the drafts.
         num_drafts: tokens of a chain; the block shrinks with it. Default: those the network was trained for.
+        tile: of the draft's attention in rounds on the device: "auto" or one of `TILE_VARIANTS`.
 
     Raises:
-        ValueError: `num_drafts` outside 1 to what the network was trained for.
+        ValueError: `num_drafts` outside 1 to what the network was trained for, or an unknown tile.
     """
 
     name = "dflash"
@@ -54,13 +58,17 @@ class DFlashDrafter:
         lm_head: nn.Linear,
         policy: Policy,
         num_drafts: int | None = None,
+        tile: str = "auto",
     ) -> None:
         config = model.config
         drafts = config.num_drafts if num_drafts is None else num_drafts
         check_whole("num_drafts", drafts, 1, config.num_drafts)
+        if tile not in ("auto", *TILE_VARIANTS):
+            raise ValueError(f"tile={tile!r}; allowed: auto, {', '.join(TILE_VARIANTS)}")
         self.model = model
         self.embedding = embedding
         self.policy = policy
+        self.tile = tile
         self.taps = config.taps
         self.max_nodes = drafts
         #: Slot of the block that says the first draft.
@@ -74,9 +82,19 @@ class DFlashDrafter:
         """Slots of a block, the anchor's included."""
         return self.max_nodes + self.first_slot
 
+    @cached_property
+    def device_weights(self) -> DFlashWeights:
+        """The weights as rounds on the device read them; made at the first call, shared by all sessions."""
+        with torch.inference_mode(False):  # they become the network's own, which somebody may still want to train
+            return DFlashWeights.of(self.model)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's output head: [..., H] -> [..., V] in the network's dtype."""
+        return functional.linear(hidden, self._head_weight, self._head_bias)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's output head: [..., H] -> [..., V] fp32."""
-        return functional.linear(hidden, self._head_weight, self._head_bias).float()
+        """`head` in fp32."""
+        return self.head(hidden).float()
 
     def session(self, slots: int, max_len: int) -> DFlashSession:
         """New state for `slots` requests of up to `max_len` tokens each."""
@@ -143,40 +161,24 @@ class DFlashSession:
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest], timer: Stopwatch) -> list[DraftTree]:
-        """One chain a request, from one forward for all of them.
-
-        Nodes are scored by the policy's scorer, or by the log-probability of the chain down to them; with zeros where
-        the policy reads no scores, since each costs a pass over the vocabulary.
+        """One chain a request, from one forward for all of them; scored as `chain_trees` says.
 
         Raises:
             ValueError: a request whose newest token does not follow its committed ones.
         """
-        limits = [min(r.max_nodes, r.max_depth, self._drafter.max_nodes) for r in requests]
-        trees = [root_tree(int(r.tokens[-1])) for r in requests]
-        places = [i for i, limit in enumerate(limits) if limit > 0]
-        if not places:
-            return trees
-        policy = self._drafter.policy
-        scorer = policy.scorer
-        with timer.stage("draft"):
-            signals = self._signals([requests[i] for i in places])
-            tokens = signals.tokens.cpu().numpy()
-            scores = np.zeros(tokens.shape, np.float32)
-            if scorer is None and policy.reads_scores:
-                scores = draft_log_probs(signals).cumsum(-1).cpu().numpy()
-        if scorer is not None:
-            with timer.stage("allocate"):
-                scores = scorer(signals)
-        for i, drafted, scored in zip(places, tokens, scores, strict=True):
-            trees[i] = chain_tree(int(trees[i].tokens[0]), drafted[: limits[i]], scored[: limits[i]])
-        return trees
+        drafter = self._drafter
+
+        def signals(places: list[int]) -> Signals:
+            return self._signals([requests[i] for i in places])
+
+        return chain_trees(requests, drafter.max_nodes, drafter.policy, signals, timer)
+
+    def on_device(self) -> DFlashDevice:
+        """Drafts and commits of fixed shapes over the state of this session; both ways may take turns."""
+        return DFlashDevice(self._drafter, self._cache.kv, self._lengths, (self._cos, self._sin))
 
     def _signals(self, requests: list[DraftRequest]) -> Signals:
-        for r in requests:
-            if len(r.tokens) != self._lengths[r.slot] + 1:
-                raise ValueError(
-                    f"slot {r.slot}: {len(r.tokens)} tokens; needed: the {self._lengths[r.slot]} committed and the root"
-                )
+        require_in_step(requests, self._lengths)
         hidden, logits = self.draft([r.slot for r in requests], [int(r.tokens[-1]) for r in requests])
         return Signals(requests, argmax_ids(logits), hidden, logits)
 

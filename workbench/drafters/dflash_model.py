@@ -24,6 +24,7 @@ class DFlashAttention(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
+        self.head_dim = config.head_dim
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -43,7 +44,6 @@ class DFlashLayer(nn.Module):
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self._head_dim = config.head_dim
 
     def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of context features or of the normed states of block slots.
@@ -54,7 +54,7 @@ class DFlashLayer(nn.Module):
         Returns:
             (keys [..., G, D], normed but not rotated; values [..., G, D]).
         """
-        attention, heads = self.self_attn, (-1, self._head_dim)
+        attention, heads = self.self_attn, (-1, self.self_attn.head_dim)
         key = attention.k_norm(attention.k_proj(x).unflatten(-1, heads))
         return key, attention.v_proj(x).unflatten(-1, heads)
 
@@ -70,7 +70,7 @@ class DFlashLayer(nn.Module):
         """
         attention = self.self_attn
         normed = self.input_layernorm(x)
-        query = attention.q_norm(attention.q_proj(normed).unflatten(-1, (-1, self._head_dim)))
+        query = attention.q_norm(attention.q_proj(normed).unflatten(-1, (-1, attention.head_dim)))
         x = x + attention.o_proj(attend(query, *self.key_value(normed)))
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from workbench.budget.table import build_policy, build_tree_policy
+from workbench.drafters.host_drafts import HostDrafts
 from workbench.drafters.trie_option import TRIE, resolve_trie
 from workbench.models.target import Target
 from workbench.paths import data_dir
@@ -51,6 +52,10 @@ class NgramDrafter:
         """One tree a request."""
         with timer.stage("search"):
             return [self._tree(r) for r in requests]
+
+    def on_device(self) -> HostDrafts:
+        """Everything stays on the host."""
+        return HostDrafts(self)
 
     def _tree(self, request: DraftRequest) -> DraftTree:
         """Takes the most probable open node, opens its continuations, and so on; scores are log-probabilities."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.budget.table import build_policy
 from workbench.drafters.ar import refuse_path
+from workbench.drafters.host_drafts import HostDrafts
 from workbench.models.reference import greedy_continuation
 from workbench.models.target import Target
 from workbench.types import Commit, DraftRequest, DraftTree, Policy, Signals, Stopwatch, chain_tree
@@ -85,6 +86,10 @@ class ForesightSession:
         """One chain a request."""
         with timer.stage("draft"):
             return [self._chain(r) for r in requests]
+
+    def on_device(self) -> HostDrafts:
+        """Everything stays on the host."""
+        return HostDrafts(self)
 
     def _chain(self, request: DraftRequest) -> DraftTree:
         count = min(request.max_nodes, request.max_depth)
@@ -176,6 +181,10 @@ class ScriptedSession:
         """The next chain of each request's script."""
         with timer.stage("draft"):
             return [self._chain(r) for r in requests]
+
+    def on_device(self) -> HostDrafts:
+        """Everything stays on the host."""
+        return HostDrafts(self)
 
     def _chain(self, request: DraftRequest) -> DraftTree:
         turn = self._round[request.slot]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from workbench.decode.engine import Prompt, generate, prompt_ids
+from workbench.decode.engine import Engine, Prompt, Request, complete, longest, requests_of
 from workbench.decode.sampling import SamplingConfig
 from workbench.measure.lossless import NOISE_ULPS, Divergence, check_greedy, first_divergence
 from workbench.measure.records import Check
@@ -129,31 +129,43 @@ def compare(
     if not prompt_sets or not all(prompt_sets.values()) or POOLED in prompt_sets:
         sizes = {name: len(prompts) for name, prompts in prompt_sets.items()}
         raise ValueError(f"prompt_sets={sizes}: need at least one set, none empty, none called {POOLED!r}")
-    ids = {name: [prompt_ids(target, p) for p in prompts] for name, prompts in prompt_sets.items()}
-    warm = next(iter(ids.values()))[: config.warmup]
-    for drafter in methods.values() if warm else ():
-        generate(target, drafter, warm, sampling, config.slots)
-    batches: dict[tuple[str, str], list[Batch]] = {(s, m): [] for s in ids for m in methods}
-    groups = [(name, i) for name, prompts in ids.items() for i in range(0, len(prompts), config.slots)]
+    asked = {name: requests_of(target, prompts, sampling) for name, prompts in prompt_sets.items()}
+    most = min(longest([r for requests in asked.values() for r in requests]), target.context_limit)
+    slots = min(config.slots, max(map(len, asked.values())))
+    engines = {name: Engine(target, drafter, slots, most, config.trace) for name, drafter in methods.items()}
+    warm = next(iter(asked.values()))[: config.warmup]
+    for engine in engines.values():
+        engine.prepare()
+        if warm:
+            complete(engine, warm)
+    batches: dict[tuple[str, str], list[Batch]] = {(s, m): [] for s in asked for m in methods}
+    groups = [(name, i) for name, requests in asked.items() for i in range(0, len(requests), config.slots)]
     for turn, (name, start) in enumerate(tqdm(groups, desc="compare", unit="prompt", disable=not config.progress)):
-        prompts = ids[name][start : start + config.slots]
-        done = _run_group(target, methods, prompts, sampling, config, turn)
-        _check_group(target, methods, prompts, done, sampling, config)
+        requests = asked[name][start : start + config.slots]
+        done = _run_group(target, engines, requests, config, turn)
+        _check_group(target, engines, requests, done, sampling, config)
         for method, batch in done.items():
             batches[name, method].append(batch)
-    return Comparison(batches, rows_of(batches, list(methods)))
+    rows = rows_of(batches, list(methods))
+    return Comparison(batches, [row | engine_facts(engines[row["method"]]) for row in rows])
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """How an engine runs: forward (of the target), graphs (captured), capture_s and graph_mib (what they cost)."""
+    report, forward = engine.graph_report, engine.target.forward_report
+    return {
+        "forward": "stock" if forward is None else forward.kind,
+        "graphs": 0 if report is None else len(report.captures),
+        "capture_s": 0.0 if report is None else sum(report.captures.values()),
+        "graph_mib": 0.0 if report is None else report.reserved_bytes / 2**20,
+    }
 
 
 def _run_group(
-    target: Target,
-    methods: Mapping[str, Drafter],
-    prompts: Sequence[Prompt],
-    sampling: SamplingConfig,
-    config: CompareConfig,
-    turn: int,
+    target: Target, engines: Mapping[str, Engine], requests: Sequence[Request], config: CompareConfig, turn: int
 ) -> dict[str, Batch]:
     """One group of prompts through all methods; each turn another method goes first, so that no one gains by order."""
-    names = list(methods)
+    names = list(engines)
     names = names[turn % len(names) :] + names[: turn % len(names)]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     results: dict[str, list[GenerateResult]] = {}
@@ -161,16 +173,16 @@ def _run_group(
         for name in names:
             _synchronise(target.device)
             begin = perf_counter()
-            results[name] = generate(target, methods[name], prompts, sampling, config.slots, config.trace)
+            results[name] = complete(engines[name], requests)
             _synchronise(target.device)
             seconds[name].append(perf_counter() - begin)
-    return {name: Batch(results[name], median(seconds[name])) for name in methods}
+    return {name: Batch(results[name], median(seconds[name])) for name in engines}
 
 
 def _check_group(
     target: Target,
-    methods: Mapping[str, Drafter],
-    prompts: Sequence[Sequence[int]],
+    engines: Mapping[str, Engine],
+    requests: Sequence[Request],
     done: Mapping[str, Batch],
     sampling: SamplingConfig,
     config: CompareConfig,
@@ -183,15 +195,16 @@ def _check_group(
     outputs = {name: [result.token_ids for result in batch.results] for name, batch in done.items()}
     if not sampling.greedy and target.dtype.itemsize < 4:
         greedy = replace(sampling, temperature=0.0, max_new_tokens=min(sampling.max_new_tokens, SIDE_CHECK_TOKENS))
-        for name, drafter in methods.items():
-            outputs[name] = [r.token_ids for r in generate(target, drafter, prompts, greedy, config.slots)]
+        short = [replace(request, sampling=greedy) for request in requests]
+        for name, engine in engines.items():
+            outputs[name] = [r.token_ids for r in complete(engine, short)]
     exact = not sampling.greedy and target.dtype.itemsize >= 4
     for name, batch in done.items():
-        for prompt, reference, output in zip(prompts, outputs[BASELINE], outputs[name], strict=True):
+        for request, reference, output in zip(requests, outputs[BASELINE], outputs[name], strict=True):
             if exact:
                 batch.checks.append(_exact(reference, output))
             else:
-                batch.checks.append(check_greedy(target, prompt, reference, output, config.noise_ulps))
+                batch.checks.append(check_greedy(target, request.prompt_ids, reference, output, config.noise_ulps))
 
 
 def _exact(reference: Sequence[int], output: Sequence[int]) -> Divergence | None:

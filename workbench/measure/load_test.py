@@ -120,6 +120,7 @@ def run_load(
             raise ValueError(f"request {entry.id!r}: prompt of {room}")
     limit = min(manifest.max_len, target.context_limit)
     engine = Engine(target, drafter, concurrency, limit, row_bucket=row_bucket)
+    engine.prepare()
     entries = manifest.entries
     if warmup:
         _ClosedLoop(engine, [entries[i % len(entries)] for i in range(warmup)], clock).run(concurrency)

@@ -6,14 +6,14 @@ nothing is stored on the model and two engines can share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from workbench.kernel_path import add_own_kernels
+from workbench.batch import DeviceRows
+from workbench.kernel_path import register_operators
 from workbench.models.cache import SlotCache
 from workbench.models.packed import PackedRows
 
@@ -22,17 +22,66 @@ ATTENTION_NAME = "workbench_packed"
 #: Shapes of a tile that can be asked for.
 TILE_VARIANTS = ("paper", "rows16", "rows128", "packed")
 
-#: (query [M, H, D], keys and values of one layer's cache, rows, scale) -> [M, H, D]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedRows, float], torch.Tensor]
-
 
 @dataclass(frozen=True)
-class PackedCall:
-    """What one forward hands to every layer's attention: rows, cache, and the kernel that attends."""
+class PlainCall:
+    """One forward in plain torch, one request after another: what every layer's attention needs to know."""
 
     rows: PackedRows
     cache: SlotCache
-    attend: Attend
+    fast = False
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Writes keys and values [M, Hk, D] of the rows and attends: query [M, H, D] -> [M, H, D]."""
+        from kernels.ref.tile_attention import tile_attention  # its folder is on the path by now, see `register`
+
+        rows = self.rows
+        self.cache.write(module.layer_idx, rows.slot_of_row, rows.kv_row, key, value)
+        keys, values = self.cache.layer(module.layer_idx)
+        masks = rows.additive_masks(query.dtype)
+        return tile_attention(query, keys, values, rows.slots, rows.starts, rows.kv_len, masks, scale)
+
+
+@dataclass(frozen=True)
+class TileCall:
+    """One forward through the Triton kernels, all requests in one launch; see `kernels.tile_attention`.
+
+    Attributes:
+        rows: the packed rows.
+        kv: all layers of a `SlotCache`.
+        variant: tile, see `attention_by_name`.
+        fast: run the layers' fast forward, see `workbench.models.forwards`.
+    """
+
+    rows: DeviceRows
+    kv: torch.Tensor
+    variant: str
+    fast: bool
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Writes keys and values [M, Hk, D] of the rows and attends: query [M, H, D] -> [M, H, D]."""
+        rows = self.rows
+        return torch.ops.workbench.cached_attention(
+            query,
+            key,
+            value,
+            self.kv,
+            module.layer_number,
+            rows.slot_of_row,
+            rows.kv_row,
+            rows.ancestors,
+            rows.slots,
+            rows.starts,
+            rows.context_len,
+            scale,
+            rows.max_rows,
+            rows.max_context,
+            self.variant,
+        )
 
 
 def packed_attention(
@@ -43,7 +92,7 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    packed: PackedCall | None = None,
+    packed: PlainCall | TileCall | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Writes K/V of the rows into the cache and attends over committed context and own ancestors.
@@ -60,52 +109,20 @@ def packed_attention(
     """
     if packed is None:
         raise ValueError("this model is adapted for packed rows; call workbench.models.target.Target.forward")
-    rows, cache = packed.rows, packed.cache
-    index = module.layer_idx
-    cache.write(index, rows.slot_of_row, rows.kv_row, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    k_cache, v_cache = cache.layer(index)
-    out = packed.attend(query[0].transpose(0, 1), k_cache, v_cache, rows, scaling)
-    return out.unsqueeze(0), None
+    rows_first = (x[0].transpose(0, 1) for x in (query, key, value))
+    return packed.attend(module, *rows_first, scaling).unsqueeze(0), None
 
 
-def plain_attention() -> Attend:
-    """Plain torch, one request after another; any device."""
-    add_own_kernels()
-    from kernels.ref.tile_attention import tile_attention  # after the path is known: another `kernels` may exist
-
-    def attend(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PackedRows, scale: float
-    ) -> torch.Tensor:
-        masks = rows.additive_masks(query.dtype)
-        return tile_attention(query, keys, values, rows.slots, rows.starts, rows.kv_len, masks, scale)
-
-    return attend
-
-
-def tile_attention_of(variant: str) -> Attend:
-    """The Triton kernels, all requests in one launch; see `kernels.tile_attention` for the variants."""
-    add_own_kernels()
-    from kernels.tile_attention import tile_attention
-
-    def attend(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PackedRows, scale: float
-    ) -> torch.Tensor:
-        m = rows.on_device()
-        sizes = (m.max_rows, m.max_context)
-        return tile_attention(
-            query, keys, values, m.slots, m.starts, m.context_len, m.ancestors, scale, *sizes, variant
-        )
-
-    return attend
-
-
-def attention_by_name(name: str, device: torch.device) -> Attend:
-    """The attention of a target.
+def attention_by_name(name: str, device: torch.device) -> str | None:
+    """What a target attends with.
 
     Args:
         name: "plain", "tile" (the kernels, choosing their own tile), "tile:<variant>", or "auto" for "tile" on a CUDA
             device and "plain" elsewhere.
         device: where the target is.
+
+    Returns:
+        The variant of the tile for the kernels; None for plain torch.
 
     Raises:
         ValueError: an unknown name.
@@ -115,9 +132,10 @@ def attention_by_name(name: str, device: torch.device) -> Attend:
     kind, _, variant = name.partition(":")
     if name != "plain" and (kind != "tile" or variant not in ("", *TILE_VARIANTS)):
         raise ValueError(f"attention={name!r}; allowed: auto, plain, tile, tile:{', tile:'.join(TILE_VARIANTS)}")
-    return plain_attention() if name == "plain" else tile_attention_of(variant or "auto")
+    return None if name == "plain" else variant or "auto"
 
 
 def register() -> None:
-    """Makes `ATTENTION_NAME` known to transformers; calling it again changes nothing."""
+    """Makes `ATTENTION_NAME` known to transformers and our operators to torch; calling it again changes nothing."""
+    register_operators()
     AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -8,26 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-
-@dataclass(frozen=True)
-class RowMetadata:
-    """Who may attend what, on the device: what kernels read of the packed rows.
-
-    Attributes:
-        slots: [R] int64.
-        starts: [R+1] int64.
-        context_len: [R] int64.
-        ancestors: [M] int64, the 64 bits of each row, or None for causal rows.
-        max_rows: rows of the longest request.
-        max_context: longest context.
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor
-    context_len: torch.Tensor
-    ancestors: torch.Tensor | None
-    max_rows: int
-    max_context: int
+from workbench.batch import DeviceRows
 
 
 @dataclass(frozen=True)
@@ -44,7 +25,7 @@ class PackedRows:
         slots: [R] cache slots.
         starts: [R+1] first row of each request.
         context_len: [R] committed rows of each request.
-        metadata: the last four on the device; None makes `on_device` copy them there.
+        device_rows: the same on the device; None makes `on_device` copy what is missing there.
     """
 
     tokens: torch.Tensor
@@ -55,9 +36,9 @@ class PackedRows:
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     context_len: tuple[int, ...]
-    metadata: RowMetadata | None = None
+    device_rows: DeviceRows | None = None
     _masks: dict[torch.dtype, list[torch.Tensor | None]] = field(default_factory=dict, repr=False)
-    _copied: list[RowMetadata] = field(default_factory=list, repr=False)
+    _copied: list[DeviceRows] = field(default_factory=list, repr=False)
 
     @property
     def num_live(self) -> int:
@@ -69,10 +50,10 @@ class PackedRows:
         """[R] cache rows each request may see: its context plus its own rows."""
         return tuple(c + b - a for c, a, b in zip(self.context_len, self.starts, self.starts[1:], strict=False))
 
-    def on_device(self) -> RowMetadata:
-        """The metadata for kernels; copied at most once a forward."""
-        if self.metadata is not None:
-            return self.metadata
+    def on_device(self) -> DeviceRows:
+        """The rows for kernels; what is not there yet is copied at most once a forward."""
+        if self.device_rows is not None:
+            return self.device_rows
         if not self._copied:
             device, num_requests = self.tokens.device, len(self.slots)
             numbers = torch.tensor([*self.slots, *self.starts, *self.context_len]).to(device)
@@ -81,7 +62,8 @@ class PackedRows:
             if self.ancestors is not None:
                 bits = torch.from_numpy(self.ancestors.view(np.int64)).to(device)
             longest = max(b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
-            self._copied.append(RowMetadata(slots, starts, context_len, bits, longest, max(self.context_len)))
+            places = (self.tokens, self.positions, self.slot_of_row, self.kv_row)
+            self._copied.append(DeviceRows(*places, bits, slots, starts, context_len, longest, max(self.context_len)))
         return self._copied[0]
 
     def additive_masks(self, dtype: torch.dtype) -> list[torch.Tensor | None]:

@@ -9,11 +9,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from workbench.models.attention import ATTENTION_NAME, PackedCall, attention_by_name, register
+from workbench.batch import DeviceRows
+from workbench.models.attention import ATTENTION_NAME, PlainCall, TileCall, attention_by_name, register
 from workbench.models.cache import SlotCache
+from workbench.models.compiled import compile_model
+from workbench.models.forwards import FORWARDS, ForwardReport
+from workbench.models.fused import fuse_model, product, unfuse_model
 from workbench.models.packed import PackedRows, causal_rows
+from workbench.models.taps import tapped_inputs
 
-#: Relative difference of logits that rounding can explain: in float32 (True) and in shorter dtypes (False).
+#: Relative difference of logits and caches that rounding can explain: in float32 (True) and in shorter dtypes (False).
 _PROBE_TOLERANCE = {True: 1e-3, False: 0.1}
 
 
@@ -44,6 +49,13 @@ class Target:
         context_limit: most tokens (prompt and output) of a request; default `max_position_embeddings`.
         stop_ids: ids that end an output; default: eos ids of the generation config, then of the tokenizer.
         attention: see `attention_by_name`.
+        forward: "stock" runs the model's own operations; "fused" a fixed sequence of kernels with the same arithmetic,
+            for layers like Llama's and Qwen3's; "compiled" the model's own, compiled layer by layer at the first
+            forward of each kind. The last two need the kernels' attention. "auto" fuses, or else compiles, on a CUDA
+            device. Behind a fast forward weights may be changed in place (`load_state_dict`), not moved or replaced.
+
+    Attributes:
+        forward_report: what the fast forward is and what it cost; None for "stock".
 
     Raises:
         ValueError: a model that packed rows do not cover (checked by running six tokens both ways), or a limit outside
@@ -58,52 +70,152 @@ class Target:
         context_limit: int | None = None,
         stop_ids: Sequence[int] | None = None,
         attention: str = "auto",
+        forward: str = "auto",
     ) -> None:
         _check_supported(model)
         register()
         self.model = model.eval()
-        self._attend = attention_by_name(attention, model.get_input_embeddings().weight.device)
+        self._tile = attention_by_name(attention, model.get_input_embeddings().weight.device)
+        self._forward = _checked_forward(forward, attention, self._tile, model)
         self.tokenizer = tokenizer
         self.config = model.config
         self.name = name or getattr(model.config, "_name_or_path", "") or model.config.model_type
         self.context_limit = _checked_limit(context_limit, model.config.max_position_embeddings)
         self.stop_ids = tuple(stop_ids) if stop_ids is not None else _default_stop_ids(model, tokenizer)
+        self.forward_report: ForwardReport | None = None
+        self._drop_stale()
         if model.config._attn_implementation != ATTENTION_NAME:
             self._adapt()
+        if self._forward != "stock":
+            self.forward_report = self._quicken()
 
     def _adapt(self) -> None:
         """Switches the attention; a model that does not work with it gets its own back, so it is refused each time."""
         own = self.model.config._attn_implementation
+        ids = torch.arange(6, device=self.device) % self.vocab_size
         try:
-            self._switch_checked()
+            with torch.inference_mode():
+                expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+            self.model.set_attn_implementation(ATTENTION_NAME)
+            for number, layer in enumerate(self.model.get_decoder().layers):
+                layer.self_attn.layer_number = torch.tensor(number)  # see `kernels.cached_attention`
+            self._check(expected, self._probe()[0], "over packed rows")
+        except (AttributeError, RuntimeError, TypeError) as error:
+            self.model.set_attn_implementation(own)
+            raise ValueError(f"{type(self.model).__name__} cannot run over packed rows: {error}") from error
         except ValueError:
             self.model.set_attn_implementation(own)
             raise
 
-    @torch.inference_mode()
-    def _switch_checked(self) -> None:
-        """Switches the attention, and makes sure on six tokens that the model still says the same.
+    def _check(self, expected: torch.Tensor, found: torch.Tensor, how: str) -> None:
+        """Makes sure that the model still says the same as it did before.
+
+        Args:
+            expected, found: [6, V] logits.
+            how: what is tried, for the error.
 
         Raises:
-            ValueError: it does not, so it has something that packed rows do not know of (another head, scaled logits,
-                attention sinks, ...).
+            ValueError: it does not, so it has something that is not known of (another head, scaled logits, attention
+                sinks, ...).
         """
-        name = type(self.model).__name__
-        ids = torch.arange(6, device=self.device) % self.vocab_size
-        try:
-            expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-            self.model.set_attn_implementation(ATTENTION_NAME)
-            rows = causal_rows(ids.tolist(), 0, 0, self.device)
-            found = self.forward(rows, self.new_cache(1, 6)).logits.float()
-        except (AttributeError, RuntimeError, TypeError) as error:
-            raise ValueError(f"{name} cannot run over packed rows: {error}") from error
         scale = expected.abs().max()
         worst = (found - expected).abs().max() / scale
         comparable = scale > 0 and torch.isfinite(scale)
-        if comparable and not worst <= _PROBE_TOLERANCE[self.dtype == torch.float32]:
+        if comparable and not worst <= self._tolerance:
             raise ValueError(
-                f"{name} gives other logits over packed rows (relative difference {worst:.2g}): unsupported"
+                f"{type(self.model).__name__} gives other logits {how} (relative difference {worst:.2g}): unsupported"
             )
+
+    def _check_cache(self, expected: torch.Tensor, found: torch.Tensor) -> None:
+        """Makes sure that every layer caches the same: one that works otherwise can be drowned out in the logits.
+
+        Args:
+            expected, found: [layers, 2, ...] caches of the probe.
+
+        Raises:
+            ValueError: one does not.
+        """
+        size, off = (x.flatten(2).norm(dim=2) for x in (expected, found - expected))
+        wrong = ((off <= self._tolerance * size) | ~torch.isfinite(size)).logical_not().nonzero()
+        if len(wrong):
+            layer, part = wrong[0].tolist()
+            raise ValueError(
+                f"{type(self.model).__name__} caches other {('keys', 'values')[part]} fused (layer {layer}, relative "
+                f"difference {off[layer, part] / size[layer, part]:.2g}): unsupported"
+            )
+
+    @property
+    def _tolerance(self) -> float:
+        return _PROBE_TOLERANCE[self.dtype == torch.float32]
+
+    def _probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [6, V] of six tokens over packed rows, and the cache [layers, 2, 1, rows, Hk, D] they leave."""
+        ids = torch.arange(6, device=self.device) % self.vocab_size
+        rows, cache = causal_rows(ids.tolist(), 0, 0, self.device), self.new_cache(1, 6)
+        logits = self.forward(rows, cache).logits.float()
+        return logits, cache.kv[:, :, :, :6].float()
+
+    def _drop_stale(self) -> None:
+        """Takes back the fused forward of a model that was copied or moved since.
+
+        Raises:
+            ValueError: the model is compiled, which cannot be taken back.
+        """
+        report = getattr(self.model, "workbench_forward", None)
+        if report is None or not report.places.moved:
+            return
+        if report.kind == "compiled":
+            raise ValueError("the model was copied or its weights were moved after it was compiled; load another copy")
+        unfuse_model(self.model)
+        del self.model.workbench_forward
+
+    def _quicken(self) -> ForwardReport:
+        """Gives the layers their fast forward; a model that has one keeps it.
+
+        Raises:
+            ValueError: the model has another one already, or cannot be fused.
+        """
+        model, wanted, report = self.model, self._forward, getattr(self.model, "workbench_forward", None)
+        if report is not None:
+            if wanted not in ("auto", report.kind):
+                raise ValueError(f"forward={wanted!r}: the model is {report.kind} already; load another copy of it")
+            return report
+        if wanted != "compiled":
+            try:
+                report = self._fused()
+            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+                if wanted == "fused":
+                    raise ValueError(f"forward='fused': {error}") from error
+        if report is None:
+            report = ForwardReport("compiled")
+            compile_model(model, report)
+        model.workbench_forward = report
+        return report
+
+    def _fused(self) -> ForwardReport:
+        """Fuses the model; whatever is raised, it is as it was then.
+
+        Raises:
+            ValueError: its layers are others, or do something else under the same names.
+        """
+        (logits, kv), report = self._probe(), ForwardReport("fused")
+        try:
+            if not fuse_model(self.model, report):
+                raise ValueError(f"{type(self.model).__name__} has other layers than Llama and Qwen3")
+            self.forward_report = report
+            found_logits, found_kv = self._probe()
+            self._check(logits, found_logits, "fused")
+            self._check_cache(kv, found_kv)
+        except Exception:
+            unfuse_model(self.model)
+            self.forward_report = None
+            raise
+        return report
+
+    @property
+    def tiled(self) -> bool:
+        """True if rows may be on the device alone, since the kernels attend."""
+        return self._tile is not None
 
     @property
     def device(self) -> torch.device:
@@ -169,32 +281,61 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, rows: PackedRows, cache: SlotCache, taps: Sequence[int] = (), logit_rows: torch.Tensor | None = None
+        self,
+        rows: PackedRows | DeviceRows,
+        cache: SlotCache,
+        taps: Sequence[int] = (),
+        logit_rows: torch.Tensor | None = None,
     ) -> TargetOutput:
         """Runs the rows, writing their K/V into `cache` behind each request's committed context.
 
         Args:
-            rows: the packed rows.
+            rows: the packed rows; those that are on the device alone need the kernels' attention, and nothing of them
+                is read on the host.
             cache: from `new_cache` of this target; changed in place.
             taps: indices into `hidden_states` (0 embeddings, i the input of layer i; below the number of layers).
             logit_rows: [n] int64 rows whose logits are wanted; None for all.
+
+        Raises:
+            ValueError: a tap that is none, rows on the device alone for plain attention, or weights that were moved.
         """
         bad = [t for t in taps if not 0 <= t < self.num_layers]
         if bad:
             raise ValueError(
                 f"taps={bad} outside 0..{self.num_layers - 1}: only inputs of decoder layers can be tapped"
             )
-        out = self.model.get_decoder()(
-            input_ids=rows.tokens.unsqueeze(0),
-            position_ids=rows.positions.unsqueeze(0),
-            use_cache=False,
-            output_hidden_states=bool(taps),
-            packed=PackedCall(rows, cache, self._attend),
-        )
+        report = getattr(self.model, "workbench_forward", None)
+        if report is not None and report.places.moved:
+            raise ValueError(
+                f"weights of {self.name!r} were moved or replaced after the model was {report.kind}, which keeps the "
+                "old ones; load the model anew and make a target of it"
+            )
+        call = self._call(rows, cache)
+        decoder = self.model.get_decoder()
+        with tapped_inputs(decoder.layers, taps, call) as states:
+            out = decoder(
+                input_ids=rows.tokens.unsqueeze(0),
+                position_ids=rows.positions.unsqueeze(0),
+                use_cache=False,
+                packed=call,
+            )
         hidden = out.last_hidden_state[0]
-        logits = self.lm_head(hidden if logit_rows is None else hidden[logit_rows])
-        states = torch.cat([out.hidden_states[t][0] for t in taps], dim=-1) if taps else None
-        return TargetOutput(logits, states)
+        logits = self._logits(hidden if logit_rows is None else hidden[logit_rows])
+        return TargetOutput(logits, torch.cat([states[t][0] for t in taps], dim=-1) if taps else None)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self.lm_head
+        if self.forward_report is None or self.forward_report.kind != "fused" or head.bias is not None:
+            return head(hidden)
+        return product(hidden, head.weight.detach())
+
+    def _call(self, rows: PackedRows | DeviceRows, cache: SlotCache) -> PlainCall | TileCall:
+        if self._tile is not None:
+            on_device = rows.on_device() if isinstance(rows, PackedRows) else rows
+            return TileCall(on_device, cache.kv, self._tile, self.forward_report is not None)
+        if isinstance(rows, PackedRows):
+            return PlainCall(rows, cache)
+        raise ValueError("attention='plain' reads its rows on the host; take attention='tile' for rows on the device")
 
 
 def _check_supported(model: PreTrainedModel) -> None:
@@ -217,6 +358,22 @@ def _check_supported(model: PreTrainedModel) -> None:
             raise ValueError(f"{field}={getattr(config, field)}: not covered by packed rows, must be unset")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no output head; a causal LM is needed")
+
+
+def _checked_forward(forward: str, attention: str, tile: str | None, model: PreTrainedModel) -> str:
+    """The kind of forward, "auto" only where it has something to choose.
+
+    Raises:
+        ValueError: an unknown kind, or a fast one without the kernels' attention.
+    """
+    if forward not in FORWARDS:
+        raise ValueError(f"forward={forward!r} is not one of {', '.join(FORWARDS)}")
+    if forward == "auto":
+        fast = tile is not None and model.get_input_embeddings().weight.device.type == "cuda"
+        return "auto" if fast else "stock"
+    if forward != "stock" and tile is None:
+        raise ValueError(f"forward={forward!r} needs the kernels' attention, not attention={attention!r}")
+    return forward
 
 
 def _checked_limit(limit: int | None, longest: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workbench.drafters.dart import NUM_CANDIDATES
+from workbench.drafters.dart_state import NUM_CANDIDATES
 from workbench.search.prune import PruneConfig, prune_tree
 from workbench.search.trie import NgramTrie
 from workbench.train.block_objective import BlockObjective

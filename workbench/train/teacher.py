@@ -16,6 +16,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from workbench.models.taps import tapped_inputs
 from workbench.train.packing import BlockRule, PackedBatch, TokenTable
 
 
@@ -90,15 +91,12 @@ class Teacher:
             tokens: [B, T] int64.
             positions: [B, T] int64, restarting at 0 with every sample; empty places are samples of one token.
         """
-        with _plain_attention(self._model):
-            out = self._model.get_decoder()(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=sample_mask(positions),
-                use_cache=False,
-                output_hidden_states=True,
+        decoder = self._model.get_decoder()
+        with _plain_attention(self._model), tapped_inputs(decoder.layers, self._taps) as states:
+            out = decoder(
+                input_ids=tokens, position_ids=positions, attention_mask=sample_mask(positions), use_cache=False
             )
-        taps = torch.cat([out.hidden_states[t] for t in self._taps], dim=-1)
+        taps = torch.cat([states[t] for t in self._taps], dim=-1)
         if self.taps_only:
             return Features(taps)
         hidden = out.last_hidden_state

@@ -1,0 +1,265 @@
+"""The round on the device: draft, decision and verification as CUDA graphs over buffers that never move.
+
+    host: stage the requests -> | draft | decision: scores, lengths, packing | verify: target, accept, commit | -> read
+
+There is one set of graphs for every bucket of requests. Boundaries between requests, and the requests themselves,
+change inside the buffers; nothing is captured anew for them (DScale, arXiv 2609.37532: fixed-address graphs). Drafters
+of trees and policies that decide on the host pack there, between the draft graph and the verify graph. Without CUDA
+the same work runs uncaptured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from workbench.batch import AcceptedRows, Batch, Candidates, Chains, DeviceRows
+from workbench.budget.limits import within_limits
+from workbench.budget.on_device import device_decision, rows_of_bucket
+from workbench.budget.policy import round_budget
+from workbench.decode.accept import Accepted
+from workbench.decode.eager import EagerRound
+from workbench.decode.graphs import GraphPool, request_buckets
+from workbench.decode.live import LiveRequest
+from workbench.decode.round import Outcome, RoundParts, RoundResult
+from workbench.decode.staging import Staging
+from workbench.kernel_path import kernel
+from workbench.types import DraftTree
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedRound:
+    """See `workbench.decode.round.Round`. Requests that sample by another rule than "match" run eagerly.
+
+    Args:
+        parts: what it works on; the target attends through the kernels.
+        max_context: bound on committed tokens.
+        capture: False launches every kernel by itself, to see what graphs are worth; a collection captures those of
+            "draft", "decide" and "verify" that it names.
+
+    Attributes:
+        pool: the graphs and what they cost.
+        num_eager: rounds that could not run on the device.
+
+    Raises:
+        ValueError: a drafter without a device session, or a target with plain attention.
+    """
+
+    def __init__(self, parts: RoundParts, max_context: int, capture: bool | Collection[str] = True) -> None:
+        target, drafter = parts.target, parts.drafter
+        if not hasattr(parts.session, "on_device"):
+            raise ValueError(f"drafter {drafter.name!r} has no part that runs on the device; take graphs=False")
+        if not target.tiled:
+            raise ValueError("the target attends in plain torch; take attention='tile' for rounds on the device")
+        self._parts, self._eager = parts, EagerRound(parts)
+        self._session = parts.session.on_device()
+        slots = parts.workspace.max_requests
+        self._staging = Staging(slots, max_context, target.device)
+        self._max_rows, self._max_context = 1 + drafter.max_nodes, max_context
+        self._decide = device_decision(drafter.policy, self._max_rows) if drafter.max_nodes else None
+        self._buckets = request_buckets(slots)
+        self._sampling: dict[int, tuple[float, int]] = {}
+        self.pool = GraphPool(target.device, capture)
+        self.num_eager = 0
+
+    @torch.inference_mode()
+    def run(self, live: Sequence[LiveRequest]) -> RoundResult:
+        """See `workbench.decode.round.Round`."""
+        others = [x for x in live if not _on_device(x)]
+        if others:
+            return self._run_eagerly(live, others[0])
+        for x in live:
+            self._set_sampling(x)
+        requests = [x.draft_request(self._parts.drafter.max_nodes) for x in live]
+        limits = [1 + min(r.max_nodes, max(r.max_depth, 0)) for r in requests]
+        num_requests = next(b for b in self._buckets if b >= len(live))
+        timer, batch = self._parts.timer, self._staging.batch(num_requests)
+        with timer.stage("draft"):
+            self._stage(live, limits)
+            drafted = self._draft(batch)
+        if self._on_chains(drafted):
+            return self._run_chains(live, batch, drafted, limits)
+        return self._run_trees(live, requests, num_requests, drafted)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures all graphs of all buckets, over rounds without a request."""
+        policy = self._parts.drafter.policy
+        self._staging.stage([], [], [], [], 0)
+        for num_requests in self._buckets:
+            batch = self._staging.batch(num_requests)
+            drafted = self._draft(batch)
+            num_rows = rows_of_bucket(policy, num_requests, self._max_rows)
+            rows = self._rows(num_requests, num_rows)
+            chains = self._on_chains(drafted)
+            self._parts.workspace.clear()
+            if chains:
+                self.pool.run(("decide", num_requests), partial(self._pack_chains, batch, drafted, rows))
+            self.pool.run(("verify", num_requests, num_rows), partial(self._verify, rows, not chains))
+
+    def _draft(self, batch: Batch) -> Chains | Candidates | None:
+        if self._session.on_host:
+            return None
+        return self.pool.run(("draft", len(batch.slots)), partial(self._session.draft, batch))
+
+    def _on_chains(self, drafted: Chains | Candidates | None) -> bool:
+        """True if the device decides what is verified of such drafts."""
+        if self._max_rows == 1:
+            return True
+        return self._decide is not None and isinstance(drafted, Chains)
+
+    def _run_eagerly(self, live: Sequence[LiveRequest], first: LiveRequest) -> RoundResult:
+        self.num_eager += 1
+        if self.num_eager == 1:
+            logger.warning(
+                "request %d samples with %s: its rounds run eagerly, since the device only knows accept_rule='match' "
+                "without top_k and top_p",
+                first.index,
+                first.request.sampling,
+            )
+        return self._eager.run(live)
+
+    def _set_sampling(self, x: LiveRequest) -> None:
+        settings = (x.request.sampling.temperature, int(x.request.sampling.seed))
+        if self._sampling.get(x.slot) != settings:
+            self._staging.set_sampling(x.slot, *settings)
+            self._sampling[x.slot] = settings
+
+    def _stage(self, live: Sequence[LiveRequest], limits: Sequence[int]) -> None:
+        rows = getattr(self._parts.drafter.policy, "rows", 1.0)
+        self._staging.stage(
+            [x.slot for x in live],
+            [x.committed for x in live],
+            [int(x.tokens[x.committed]) for x in live],
+            limits,
+            round_budget(rows, len(live)),
+        )
+
+    def _run_chains(
+        self, live: Sequence[LiveRequest], batch: Batch, drafted: Chains | None, limits: Sequence[int]
+    ) -> RoundResult:
+        """Lengths are decided on the device, so the host learns them with the outcome."""
+        num_requests, timer = len(batch.slots), self._parts.timer
+        num_rows = rows_of_bucket(self._parts.drafter.policy, num_requests, self._max_rows)
+        rows = self._rows(num_requests, num_rows)
+        with timer.stage("allocate"):
+            self.pool.run(("decide", num_requests), partial(self._pack_chains, batch, drafted, rows))
+        with timer.stage("verify"):
+            outcome = self.pool.run(("verify", num_requests, num_rows), partial(self._verify, rows, False))
+        with timer.stage("accept"):
+            read = _Reading(outcome, rows)
+        with timer.stage("commit"):
+            results = [read.chain(r) for r in range(len(live))]
+            self._advance(live, results)
+        drafts = 0 if drafted is None else drafted.tokens.shape[1]
+        outcomes = [Outcome(min(n - 1, drafts), *result) for n, result in zip(limits, results, strict=True)]
+        return RoundResult(outcomes, num_rows)
+
+    def _run_trees(
+        self,
+        live: Sequence[LiveRequest],
+        requests: Sequence,
+        num_requests: int,
+        drafted: Chains | Candidates | None,
+    ) -> RoundResult:
+        """Trees are built and cut on the host."""
+        parts, timer = self._parts, self._parts.timer
+        policy = parts.drafter.policy
+        proposed = self._session.trees(requests, drafted, timer)
+        with timer.stage("allocate"):
+            trees = policy.allocate(within_limits(proposed, requests, parts.target.vocab_size))
+        num_rows = rows_of_bucket(policy, num_requests, self._max_rows)
+        with timer.stage("pack"):
+            parts.workspace.pack(trees, [x.slot for x in live], [x.committed for x in live], num_rows)
+        rows = self._rows(num_requests, num_rows)
+        with timer.stage("verify"):
+            outcome = self.pool.run(("verify", num_requests, num_rows), partial(self._verify, rows, True))
+        with timer.stage("accept"):
+            read = _Reading(outcome, rows)
+        with timer.stage("commit"):
+            results = [(tree, read.accepted(r)) for r, tree in enumerate(trees)]
+            self._advance(live, results)
+        outcomes = [Outcome(p.num_nodes, tree, got) for p, (tree, got) in zip(proposed, results, strict=True)]
+        return RoundResult(outcomes, num_rows)
+
+    def _rows(self, num_requests: int, num_rows: int) -> DeviceRows:
+        return self._parts.workspace.device_rows(num_requests, num_rows, self._max_rows, self._max_context)
+
+    def _pack_chains(self, batch: Batch, drafted: Chains | None, rows: DeviceRows) -> None:
+        """Fills the workspace with as much of every chain as the policy lets pass."""
+        device = batch.slots.device
+        drafts = batch.anchors[:, None] if drafted is None else drafted.tokens
+        lengths = batch.limits if drafted is None else self._decide(drafted, batch)
+        self._parts.workspace.copy_requests(batch)
+        fields = (rows.tokens, rows.positions, rows.slot_of_row, rows.kv_row, rows.ancestors, rows.starts)
+        pack, chain_rows = kernel("pack", device), kernel_record()
+        dead_row = self._parts.cache.max_len
+        pack(lengths, batch.anchors, drafts, batch.slots, batch.context_len, dead_row, chain_rows(*fields))
+
+    def _verify(self, rows: DeviceRows, branched: bool) -> torch.Tensor:
+        """Target, accept rule, and what of both is kept: [M + (R+1) + R + R + R * P] int64, see `_Reading`."""
+        parts, device = self._parts, rows.tokens.device
+        out = parts.target.forward(rows, parts.cache, parts.drafter.taps)
+        staging = self._staging
+        choices = kernel("choose", device)(
+            out.logits, rows.positions, rows.slot_of_row, staging.temperature, staging.seed
+        )
+        got = kernel("accept", device)(rows.tokens, rows.ancestors, rows.starts, choices, rows.max_rows)
+        if branched:
+            kernel("compact", device)(parts.cache.kv, rows.slots, rows.context_len, got.path, got.num_accepted)
+        last = rows.starts[:-1] + got.path.amax(1).clamp(min=0)
+        last = last.where(rows.starts[1:] > rows.starts[:-1], 0)
+        self._session.commit(rows, AcceptedRows(got.place, choices, last, got.num_accepted, got.bonus), out.taps)
+        return torch.cat([rows.tokens, rows.starts, got.num_accepted, got.bonus, got.path.flatten()])
+
+    def _advance(self, live: Sequence[LiveRequest], results: Sequence[tuple[DraftTree, Accepted]]) -> None:
+        self._session.advance([x.slot for x in live], [len(got.path) for _, got in results])
+
+
+def kernel_record() -> type:
+    """The record of the rows that the packing kernel fills."""
+    from kernels.ref.pack import ChainRows  # its folder is on the path once a kernel was asked for
+
+    return ChainRows
+
+
+class _Reading:
+    """The one look of the host at a round.
+
+    Args:
+        outcome: what `CapturedRound._verify` returns.
+        rows: those it ran.
+
+    Raises:
+        FloatingPointError: the target's logits were not finite.
+    """
+
+    def __init__(self, outcome: torch.Tensor, rows: DeviceRows) -> None:
+        num_rows, num_requests = len(rows.tokens), len(rows.slots)
+        host = outcome.cpu().numpy()
+        sizes = np.cumsum([num_rows, num_requests + 1, num_requests, num_requests])
+        self._tokens, self._starts, self._num_accepted, self._bonus, path = np.split(host, sizes)
+        self._path = path.reshape(num_requests, -1)
+        if (self._bonus < 0).any():
+            raise FloatingPointError("the target's logits are not finite (NaN or infinity)")
+
+    def accepted(self, r: int) -> Accepted:
+        """What was kept of a request."""
+        return Accepted(tuple(self._path[r, : self._num_accepted[r] + 1].tolist()), int(self._bonus[r]))
+
+    def chain(self, r: int) -> tuple[DraftTree, Accepted]:
+        """The verified chain of a request and what was kept of it."""
+        tokens = self._tokens[self._starts[r] : self._starts[r + 1]].astype(np.int32)
+        steps = np.arange(len(tokens), dtype=np.int32)
+        return DraftTree(tokens, steps - 1, steps, np.zeros(len(tokens), np.float32)), self.accepted(r)
+
+
+def _on_device(x: LiveRequest) -> bool:
+    """True if the device can draw what the request samples."""
+    sampling = x.request.sampling
+    return sampling.greedy or (sampling.accept_rule == "match" and sampling.top_k == 0 and sampling.top_p == 1.0)
