@@ -5,7 +5,8 @@ import torch
 from drafter_zoo import make_drafter, random_prompts, tile_twin
 
 from workbench.batch import DeviceRows
-from workbench.decode.engine import Engine, Request, SamplingConfig, generate
+from workbench.decode.captured import CapturedRound
+from workbench.decode.engine import Engine, Request, SamplingConfig, complete, generate
 from workbench.drafters.ar import ArDrafter
 from workbench.drafters.table import DRAFTERS
 
@@ -165,3 +166,32 @@ def test_row_buckets_are_those_of_the_graphs(target, tiled, tmp_path):
     assert scheduled[True, 1] == scheduled[True, 16]
     assert all(n % 16 == 0 for rounds in scheduled[False, 16] for n in rounds)
     assert any(n % 16 for rounds in scheduled[True, 16] for n in rounds)
+
+
+@pytest.mark.parametrize("name", ["ar", "ngram", "dart", "dflash", "dscale"])
+def test_preparing_leaves_nothing_behind(name, target, tiled, tmp_path):
+    """All buckets and prefills run over nobody's rows: before the first request and between two of them."""
+    prompts = random_prompts(target.vocab_size, 4, seed=6)
+    configs = [SamplingConfig(9, 0.8 * (i % 2), seed=i, stop_ids=()) for i in range(4)]
+    expected = [r.token_ids for r in generate(target, ArDrafter(), prompts, configs)]
+    options = {"dtype": "float32"} if name in ("dart", "dflash", "dscale") else {}
+    engine = Engine(tiled, make_drafter(name, tiled, tmp_path, **options), 3, 60, prefill_chunk=7, graphs=True)
+    requests = [Request(tuple(p), c) for p, c in zip(prompts, configs, strict=True)]
+    for _ in range(2):
+        before = engine._cache.kv.clone()
+        engine.prepare()
+        assert torch.equal(engine._cache.kv, before)
+        assert [r.token_ids for r in complete(engine, requests)] == expected
+    engine.submit(requests[0])
+    engine.step()
+    with pytest.raises(RuntimeError, match="requests are live"):
+        engine.prepare()
+
+
+def test_what_rounds_on_the_device_cannot_be(tiled, tmp_path):
+    with pytest.raises(ValueError, match="slots=257 must be at most 256"):
+        Engine(tiled, ArDrafter(), 257, 4, graphs=True)
+    engine = Engine(tiled, make_drafter("dflash", tiled, tmp_path), 2, 60, graphs=True)
+    with pytest.raises(ValueError, match="a captured decision needs captured drafts"):
+        CapturedRound(engine._rounds._parts, 60, capture=("decide", "verify"))
+    CapturedRound(engine._rounds._parts, 60, capture=("draft", "verify"))

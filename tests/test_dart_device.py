@@ -211,6 +211,35 @@ def test_sessions_share_merged_weights_whose_values_stay() -> None:
     assert all(torch.equal(w, weights[name]) for name, w in maker.model.state_dict().items())
 
 
+def test_merged_weights_can_still_be_trained() -> None:
+    """Sessions are made in inference mode, which must not leave its mark on the network."""
+    maker = drafter()
+    with torch.inference_mode():
+        maker.session(2, 8).on_device()
+    layer = maker.model.midlayer
+    attention, mlp = layer.self_attn, layer.mlp
+    for module in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+        assert not module.weight.is_inference()
+        module.weight.requires_grad_(True)
+        module(torch.ones(2, module.in_features)).sum().backward()
+        assert module.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["in place", "assigned"])
+def test_weights_changed_after_a_session_count_in_the_next(assign: bool) -> None:
+    maker = drafter()
+    maker.session(2, 8).on_device()
+    other = random_model(seed=5, double_norm=False)
+    maker.model.load_state_dict(other.state_dict(), assign=assign)
+    got, expected = prefilled(maker, TREES["lengths"]), prefilled(maker, TREES["lengths"])
+    step, device = Round(**TREES), got.on_device()
+    step.on_device(device)
+    step.on_host(expected)
+    assert_states(got, expected, rtol=1e-5, atol=1e-5)
+    drafted = device.draft(batch(step.lengths, TREES["bucket"]))
+    assert_candidates(drafted, expected, list(step.lengths), rtol=1e-4, atol=1e-6)
+
+
 def test_drafters_without_state_draft_on_the_host() -> None:
     trie = NgramTrie.count([STORIES[0].tokens.tolist()], order=3)
     requests = [DraftRequest(0, STORIES[0].tokens[:9], 6, 6), DraftRequest(1, STORIES[0].tokens[:4], 6, 6)]

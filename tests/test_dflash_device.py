@@ -310,6 +310,34 @@ def test_merged_weights_are_the_networks_own():
     assert layer.mlp.up_proj.weight.untyped_storage().data_ptr() == merged.gate_up.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("change", ["in place", "assigned", "cast", "layer replaced"])
+def test_weights_changed_after_a_session_count_in_the_next(change, inference):
+    with torch.inference_mode(inference):
+        drafter, other = make_drafter(), random_network(seed=5)
+    earlier, network = make_session(drafter, TREES["lengths"]).on_device()._weights, drafter.model
+    with torch.inference_mode(inference):
+        if change == "in place":
+            network.load_state_dict(other.state_dict())
+        elif change == "assigned":
+            network.load_state_dict(other.state_dict(), assign=True)
+        elif change == "cast":
+            network.load_state_dict(other.double().state_dict(), assign=True)
+            network.float()
+        else:
+            network.layers[1] = other.layers[1]
+    verified = Verified(**TREES, num_rows=sum(TREES["counts"].values()))
+    found, expected = (make_session(drafter, TREES["lengths"]) for _ in range(2))
+    device = found.on_device()
+    assert (device._weights is earlier) == (change == "in place"), "graphs over the former would keep old copies"
+    device.commit(verified.rows, verified.accepted, verified.taps)
+    expected.observe(verified.commit())
+    torch.testing.assert_close(found._cache.kv, expected._cache.kv, rtol=1e-5, atol=1e-5, equal_nan=True)
+    device.advance(list(TREES["paths"]), [len(path) for path in TREES["paths"].values()])
+    lengths = {slot: int(found._lengths[slot]) for slot in TREES["lengths"]}
+    close(device.draft(make_batch(lengths, 2, [3, 8])).logits, expected.draft(list(lengths), [3, 8])[1])
+
+
 def captured(device: DFlashDevice, batch: Batch, verified: Verified) -> tuple[torch.cuda.CUDAGraph, Chains]:
     """One graph of a draft and a commit."""
     stream = torch.cuda.Stream()

@@ -114,7 +114,7 @@ def test_weights_that_went_elsewhere_are_noticed(change, tiny_qwen3):
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError, TypeError, ValueError, KeyError])
-@pytest.mark.parametrize("where", ["fuse_model", "_check_cache"])
+@pytest.mark.parametrize("where", ["fuse_model", "check_cache"])
 def test_whatever_goes_wrong_the_model_stays_as_it_was(error, where, tiny_llama, monkeypatch):
     def broken(*_: object) -> None:
         raise error("in between")
@@ -124,10 +124,7 @@ def test_whatever_goes_wrong_the_model_stays_as_it_was(error, where, tiny_llama,
         layer.forward = SwitchedForward(layer.forward, broken)
         broken()
 
-    if where == "fuse_model":
-        monkeypatch.setattr("workbench.models.target.fuse_model", fuse_and_break)
-    else:
-        monkeypatch.setattr(Target, where, broken)
+    monkeypatch.setattr(f"workbench.models.adapt.{where}", fuse_and_break if where == "fuse_model" else broken)
     model = stock_model(tiny_llama)
     with pytest.raises(KeyError if error is KeyError else ValueError, match="in between"):
         Target(model, attention="tile", forward="fused")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workbench.measure.latency_plan import GOALS, LatencyPlan
+from workbench.measure.latency_plan import ARMS, GOALS, LatencyPlan
 from workbench.measure.parameters import RUN_DIR, read_parameters, read_yaml
 from workbench.paths import notebooks_dir
 
@@ -34,6 +34,19 @@ def test_presets_make_plans(path, monkeypatch):
         assert not any(given[name] for name in GOALS)
 
 
+def test_contexts_up_to_the_last_position():
+    plan = LatencyPlan.of(params(context=8128, cells=["1 x chain4 @ 8128"]))
+    assert plan.context == 8128
+
+
+def test_arms_by_number_of_requests():
+    plan = LatencyPlan.of(params(arms=["tile", "control"], most_requests_arms=["paper"], requests=[4, 1]))
+    assert list(plan.arms_at(1)) == ["control", "tile"] and list(plan.arms_at(4)) == ["control", "paper", "tile"]
+    assert plan.arms_at(4)["paper"] == ARMS["paper"]
+    default = LatencyPlan.of(params())
+    assert list(default.arms_at(4)) == list(ARMS) and set(ARMS) - set(default.arms_at(1)) == {"paper", "launched"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -45,7 +58,13 @@ def test_presets_make_plans(path, monkeypatch):
         ({"cells": ["1 x chain4 @ 1", "1x chain4@1"]}, "each once"),
         ({"cells": ["1 x bush4 @ 1"]}, "KIND one of chain, ragged, tree"),
         ({"cells": ["1 x prefill4 @ 1"]}, "is a prefill; allowed: chain, ragged, tree"),
-        ({"cells": ["1 x chain4 @ 8192"]}, "beyond the 8192 positions of SmolLM2-135M"),
+        ({"cells": ["1 x chain4 @ 8129"]}, "cells: context of '1 x chain4 @ 8129'=8129 and 64 rows .* 8192 positions"),
+        ({"context": 8129}, "step_shapes: context=8129 and 64 rows go beyond the 8192 .*allowed: up to 8128"),
+        ({"context": 8129, "step_shapes": []}, "draft_shapes: context=8129"),
+        ({"arms": ["tile"]}, r"arms=\['tile'\].*control among arms"),
+        ({"arms": ["control", "tile", "tile"]}, "each once"),
+        ({"arms": ["control", "paper"]}, "each once in either"),
+        ({"most_requests_arms": ["none"]}, r"most_requests_arms=\['none'\]; allowed: ar, dart, control, paper, tile"),
         ({"forward_cells": ["9 x chain1 @ 1"]}, r"forward_cells=\['9 x chain1 @ 1'\]; allowed: some of cells="),
         ({"forwards": ["auto"]}, r"forwards=\['auto'\]; allowed: stock, compiled, fused, each once"),
         ({"forwards": ["stock", "stock"]}, "each once"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from workbench.measure.latency_rounds import ARMS
+from workbench.measure.latency_plan import ARMS
 from workbench.show import latency_plots
 
 
@@ -60,6 +60,13 @@ def test_step_bars_leave_out_what_is_not_compared():
     assert list(bars) == ["control", "tile"]
     assert list(bars["tile"].x) == ["1", "8"] and list(bars["tile"].y) == [8.0, 21.0]
     assert list(bars["tile"].text) == ["-20%", "+5%"]
+
+
+def test_step_bars_of_an_arm_at_some_numbers_only():
+    figure = latency_plots.step_bars([step("late", 8, 5.0, 0.5), *STEPS, step("paper", 8, 19.0, 0.05)])
+    bars = {trace.name: trace for trace in figure.data}
+    assert list(bars["paper"].x) == ["8"] and list(bars["paper"].y) == [19.0]
+    assert list(figure.layout.xaxis.categoryarray) == ["1", "8"]
 
 
 def test_shares_of_a_step_sum_to_one():

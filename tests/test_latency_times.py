@@ -10,14 +10,14 @@ import torch
 from workbench.budget.table import build_policy
 from workbench.drafters import dflash_packed
 from workbench.drafters.dflash import DFlashDrafter
-from workbench.drafters.shapes import random_dart, random_dflash
+from workbench.drafters.shapes import random_dflash
 from workbench.measure import forward_times
-from workbench.measure.draft_times import draft_bytes, draft_rows
+from workbench.measure.draft_times import draft_call, draft_matrices, draft_rows
 from workbench.measure.forward_times import PRODUCTS, cell_inputs, forward_rows
 from workbench.measure.kernel_plan import Cell
 from workbench.measure.latency_checks import latency_checks
-from workbench.measure.latency_plan import GOALS, LatencyPlan
-from workbench.measure.latency_rounds import ARMS, RepeatedRound, arm_drafters
+from workbench.measure.latency_plan import ARMS, GOALS, LatencyPlan
+from workbench.measure.latency_rounds import RepeatedRound, arm_drafters, dart_drafter
 from workbench.measure.parameters import read_parameters
 from workbench.measure.records import clean
 from workbench.measure.roofline import Ceilings
@@ -73,7 +73,7 @@ def steps(shapes):
 
 @pytest.fixture(scope="module")
 def drafts(shapes):
-    return draft_rows(made_plan(), 1e9)
+    return draft_rows(made_plan(), replace(CEILINGS, read_bytes_per_s=7e9))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,7 @@ def test_ratios_and_floors(forwards):
     assert own["weights_ms"] == pytest.approx(4 * (8 * layer + 211 * 64) / 1e6)
     assert own["checkpoint_ms"] == pytest.approx(4 * (8 * layer + 2 * 211 * 64) / 1e6)
     assert own["over_checkpoint"] == pytest.approx(own["ms"] / own["checkpoint_ms"])
+    assert own["floor_bandwidth"] == "copy"
     assert own["share"] == pytest.approx(own["floor_ms"] / own["ms"]) and own["floor_ms"] > own["weights_ms"]
     assert (own["rows"], own["requests"], own["context"], own["layers"]) == (8, 2, 9, 8)
     tied = forwards[-1]
@@ -156,9 +157,14 @@ def test_a_forward_that_breaks_is_a_note(monkeypatch):
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
 def test_step_rows(steps):
-    assert [(row["requests"], row["arm"]) for row in steps] == [(n, arm) for n in (1, 3) for arm in ARMS]
+    assert [row["arm"] for row in steps if row["requests"] == 3] == list(ARMS)
+    assert [row["arm"] for row in steps if row["requests"] == 1] == [a for a in ARMS if a not in ("paper", "launched")]
     rows = {row["arm"]: row["rows"] for row in steps if row["requests"] == 3}
-    assert rows == {"ar": 3, "dart": 180, "control": 48, "tile": 48, "allocation": 24, "graphs": 24}
+    dflash, dscale = (
+        dict.fromkeys(("control", "paper", "tile"), 48),
+        dict.fromkeys(("launched", "allocation", "graphs"), 24),
+    )
+    assert rows == {"ar": 3, "dart": 180} | dflash | dscale
     for row in steps:
         assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["num_eager"] == 0 and clean(row)
         assert 0 < sum(row["stage_ms"].values()) < 2 * row["ms"]
@@ -169,7 +175,9 @@ def test_step_rows(steps):
     assert control["reduction"] == 0 and graphs["reduction"] == pytest.approx(1 - graphs["ms"] / control["ms"])
     assert graphs["decision_share"] == pytest.approx(graphs["stage_ms"]["allocate"] / graphs["ms"])
     assert (control["attention"], control["captured"]) == ("tile:rows128", "all")
-    assert [row["captured"] for row in steps if row["arm"] == "allocation"] == ["draft", "draft"]
+    assert [row["captured"] for row in steps if row["arm"] == "allocation"] == ["draft, verify"] * 2
+    assert [row["captured"] for row in steps if row["arm"] == "launched"] == ["draft"]
+    assert [row["attention"] for row in steps if row["arm"] == "paper"] == ["tile:paper"]
 
 
 def test_stages_as_a_table(steps):
@@ -183,12 +191,21 @@ def test_stages_as_a_table(steps):
 def test_drafters_of_the_arms(target):
     drafters = arm_drafters(target, 8, seed=0)
     assert drafters.keys() == ARMS.keys()
-    policies = {arm: drafters[arm].policy.name for arm in ("control", "tile", "allocation", "graphs")}
-    assert policies == {"control": "full", "tile": "full", "allocation": "dvl", "graphs": "dvl"}
-    assert drafters["control"].tile == "rows128" and drafters["tile"].tile == "auto"
+    policies = {arm: drafters[arm].policy.name for arm in ARMS if arm not in ("ar", "dart")}
+    full, share = (
+        dict.fromkeys(("control", "paper", "tile"), "full"),
+        dict.fromkeys(("launched", "allocation", "graphs"), "dvl"),
+    )
+    assert policies == full | share
+    assert [drafters[arm].tile for arm in ("control", "paper", "tile", "graphs")] == [
+        "rows128",
+        "paper",
+        "auto",
+        "auto",
+    ]
 
 
-@pytest.mark.parametrize("arm", ["control", "tile"])
+@pytest.mark.parametrize("arm", ["control", "paper", "tile"])
 def test_tiles_of_an_arm_reach_target_and_draft(arm, monkeypatch):
     found = {"draft": set(), "target": set()}
 
@@ -207,7 +224,7 @@ def test_tiles_of_an_arm_reach_target_and_draft(arm, monkeypatch):
     found["target"].clear()
     cache = forward_times.random_cache(target, 1, 20 + 64, 0)
     RepeatedRound(target, arm_drafters(target, 8, 0)[arm], cache, ARMS[arm], 1, 20, steps=1, seed=0).step()
-    wanted = {"control": "rows128", "tile": "auto"}[arm]
+    wanted = {"control": "rows128", "paper": "paper", "tile": "auto"}[arm]
     assert found == {"draft": {wanted}, "target": {wanted}}
 
 
@@ -234,25 +251,40 @@ def test_a_round_repeats_itself(arm, target):
 # ---- drafts ---------------------------------------------------------------------------------------------------------
 def test_draft_rows(drafts):
     assert [row["shape"] for row in drafts] == ["other", "tiny"]
-    needed = 4 * (128 * 64 + 64 * 64 + 3 * 64 * 96 + 211 * 64)
+    needed = 4 * (64 * 64 + 3 * 64 * 96 + 211 * 64)
     for row in drafts:
         assert row["layers"] == 8 and row["ms_min"] <= row["ms"] <= row["ms_max"] and clean(row)
         assert row["weight_mb"] == pytest.approx(needed / 1e6) and row["floor_ms"] == pytest.approx(needed / 1e6)
-        assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
+        assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"]) and row["floor_bandwidth"] == "copy"
 
 
-def test_draft_bytes_leave_out_what_a_commit_reads(target):
-    model = random_dart(target)
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    unused = 4 * (3 * 64 * 64 + 2 * 128 * 32)
-    norms = whole - unused - draft_bytes(model)
-    assert 0 < norms < 4 * 64 * 10
+@torch.inference_mode()
+def test_a_draft_reads_the_matrices_of_its_floor_and_no_other(shapes):
+    target = random_target("tiny", torch.float32, attention="tile")
+    drafter = dart_drafter(target, 0)
+    call = draft_call(target, drafter, 20, 0)
+    first = call()
+    wanted = (first.ids.clone(), first.probs.clone())
+    counted = draft_matrices(drafter.model)
+    others = [p for p in drafter.model.parameters() if p.dim() == 2 and not any(p is c for c in counted)]
+    assert len(counted) == 5 and len(others) == 4, "features, queries, keys, values"
+    for weight in [*others, target.embedding.weight]:
+        weight.fill_(math.nan)
+    after = call()
+    assert torch.equal(after.ids, wanted[0]) and torch.equal(after.probs, wanted[1])
+    for weight in counted:
+        kept = weight.clone()
+        weight.fill_(math.nan)
+        assert call().probs.isnan().any(), "a matrix that is counted is read"
+        weight.copy_(kept)
+    after = call()
+    assert torch.equal(after.ids, wanted[0]) and torch.equal(after.probs, wanted[1])
 
 
 def test_without_goals_nothing_is_judged(forwards, steps, drafts):
     found = latency_checks(forwards, steps, drafts, dict.fromkeys(GOALS, 0.0))
     assert all(check.ok is None and math.isfinite(check.value) for check in found.values())
-    assert {"verify_over_gemm_8", "verify_over_gemm_8_4xchain2", "dart_draft_ms_tiny"} <= found.keys()
+    assert {"verify_over_gemm_8", "verify_over_gemm_tiny_4xchain2_at_9", "dart_draft_ms_tiny"} <= found.keys()
     assert latency_checks([], [], []) == {}
 
 
@@ -262,9 +294,14 @@ def test_everything_on_a_gpu():
     small = {"layers": 8, "dtype": "bfloat16", "device": "cuda", "context": 300, "requests": [1, 3]}
     names = {name: ["Qwen3-1.7B"] for name in ("shapes", "step_shapes", "draft_shapes")}
     plan = made_plan(**names, **small, cells=cells, other_shapes=[], forward_cells=cells[1:2], forwards=["stock"])
-    forwards, steps, drafts = forward_rows(plan, CEILINGS), step_rows(plan), draft_rows(plan, 4e12)
+    forwards, steps, drafts = (
+        forward_rows(plan, CEILINGS),
+        step_rows(plan),
+        draft_rows(plan, replace(CEILINGS, copy_bytes_per_s=4e12)),
+    )
     assert [row["what"] for row in forwards[:4]] == ["fused", *PRODUCTS, "fused"]
     assert all(row["capture_s"] > 0 and row["note"] == "" for row in forwards)
-    graphs = {row["arm"]: row["graphs"] for row in steps}
-    assert graphs.pop("allocation") == 1 and all(2 <= count <= 3 for count in graphs.values())
+    graphs = {row["arm"]: row["graphs"] for row in steps if row["requests"] == 3}
+    few = {"launched": 1, "ar": 2, "dart": 2, "allocation": 2}
+    assert graphs == dict.fromkeys(ARMS, 3) | few
     assert all(row["num_eager"] == 0 and row["capture_s"] > 0 for row in steps) and drafts[0]["share"] < 1

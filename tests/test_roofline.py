@@ -10,18 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from workbench.measure.kernel_times import time_calls
-from workbench.measure.products import matrix_products, side_by_side
+from workbench.measure.products import matrix_products
 from workbench.measure.roofline import (
     Ceilings,
     attention_flops,
     forward_floor,
     kv_bytes,
     measure_ceilings,
-    parameter_bytes,
     product_flops,
     weight_bytes,
 )
-from workbench.models.merge import merge_layer
+from workbench.models.merge import merge_layer, merged_view
 from workbench.models.packed import causal_rows
 from workbench.models.shapes import SHAPES, Shape, random_target
 
@@ -41,7 +40,7 @@ def test_weights_are_those_of_the_model(name):
     matrices = sum(p.numel() * 2 for p in model.parameters() if p.dim() == 2)
     assert counted.whole == matrices
     assert counted.read == matrices - (0 if SHAPES[name].tied else config.vocab_size * config.hidden_size * 2)
-    norms = parameter_bytes(model) - matrices
+    norms = sum(p.numel() * 2 for p in model.parameters()) - matrices
     assert 0 < norms < 1e-3 * counted.read
 
 
@@ -77,9 +76,8 @@ def test_floor_by_term():
     assert floor["kv_s"] == pytest.approx((32 * 1024 + 512) * 147_456 / 4e12)
     assert floor["attention_s"] == pytest.approx(512 * (1024 + 8.5) * 36 * 32 * 128 * 4 / 8e14)
     assert floor["floor_s"] == pytest.approx(floor["products_s"] + floor["kv_s"])
-    one = forward_floor(config, 1, 0, 1, CEILINGS, bandwidth="read")
-    assert one["weights_s"] == pytest.approx(15.14e9 / 5e12, rel=1e-3)
-    assert one["kv_s"] == pytest.approx(147_456 / 5e12)
+    one = forward_floor(config, 1, 0, 1, CEILINGS)
+    assert one["kv_s"] == pytest.approx(147_456 / 4e12)
     assert one["floor_s"] == pytest.approx(one["weights_s"] + one["kv_s"])
 
 
@@ -90,8 +88,6 @@ def test_contexts_of_their_own():
     for rows, context, requests in ((1, 5, 2), (4, [3], 2), (4, -1, 2), (0, 0, 0), (4, [3, -1], 2)):
         with pytest.raises(ValueError, match=f"rows={rows}, requests={requests}"):
             forward_floor(config, rows, context, requests, CEILINGS)
-    with pytest.raises(ValueError, match="bandwidth='peak'; allowed: copy, read"):
-        forward_floor(config, 2, 5, 2, CEILINGS, bandwidth="peak")
 
 
 def test_ceilings_of_this_machine():
@@ -112,12 +108,10 @@ def test_products_are_all_of_a_forward(shape, merged):
     target = random_target(shape, torch.float32)
     products = matrix_products(target, 5, merged)
     assert len(products.weights) == 3 * (4 if merged else 7) + 1
-    assert products.flops == product_flops(target.config, 5)
-    assert products.weight_bytes == weight_bytes(target.config, 4).read
-    assert products.activation_bytes == sum(5 * 4 * sum(w.shape) for w in products.weights)
+    assert sum(4 * w.numel() for w in products.weights) == weight_bytes(target.config, 4).read
     with FlopCounterMode(display=False) as counter:
         logits = products()
-    assert counter.get_total_flops() == products.flops
+    assert counter.get_total_flops() == product_flops(target.config, 5)
     assert logits.shape == (5, 211) and torch.equal(logits, products())
     assert float(logits.std()) > 1 and not torch.equal(logits, matrix_products(target, 5, merged, seed=1)())
 
@@ -139,10 +133,24 @@ def test_merged_weights_are_read_where_they_are():
 def test_only_neighbours_in_order_are_viewed():
     whole = torch.arange(60.0).view(12, 5)
     a, b, c = whole.split([3, 4, 5])
-    assert side_by_side([a, b, c]).data_ptr() == whole.data_ptr() and torch.equal(side_by_side([b, c]), whole[3:])
-    for parts in ([b, a], [a, c], [a, b.clone()], [a, a], [whole[:, :2], whole[:, 2:4]]):
-        joined = side_by_side(parts)
-        assert torch.equal(joined, torch.cat(parts)) and joined.data_ptr() != whole.data_ptr()
+    assert merged_view([a, b, c]).data_ptr() == whole.data_ptr() and torch.equal(merged_view([b, c]), whole[3:])
+    for parts in ([b, a], [a, c], [a, b.clone()], [a, a], [whole[:, :2], whole[:, 2:4]], [a, b.view(5, 4)]):
+        assert merged_view(parts) is None
+
+
+def test_a_view_of_one_row_matrices_has_rows():
+    """A matrix of a single row may have any stride there and still be contiguous."""
+    whole = torch.arange(15.0)
+    rows = [whole.as_strided((1, 5), (1, 1), 5 * place) for place in range(3)]
+    assert torch.equal(merged_view(rows), whole.view(3, 5))
+    target = random_target(dataclasses.replace(TINY, num_hidden_layers=1), torch.float32)
+    mlp = target.model.get_decoder().layers[0].mlp
+    for name, row in zip(("gate_proj", "up_proj"), rows, strict=False):
+        module = torch.nn.Linear(5, 1, bias=False)
+        module.weight = torch.nn.Parameter(row)
+        setattr(mlp, name, module)
+    merged = matrix_products(target, 2).weights[2]
+    assert torch.equal(merged, whole[:10].view(2, 5)) and merged.data_ptr() == whole.data_ptr()
 
 
 def test_products_refuse_what_they_do_not_know():
@@ -164,8 +172,8 @@ def test_nothing_beats_its_floor():
     for rows in (1, 256):
         products = matrix_products(target, rows)
         measured = time_calls([products], target.device).median_us * 1e-6
-        floor = forward_floor(target.config, rows, 0, 1, ceilings, bandwidth="read")
-        assert measured > 0.9 * max(floor["weights_s"], floor["products_s"])
+        floor = forward_floor(target.config, rows, 0, 1, ceilings)
+        assert measured > 0.85 * max(floor["weights_s"], floor["products_s"])
         assert measured < 6 * max(floor["weights_s"], floor["products_s"])
     assert ceilings.copy_bytes_per_s < 1.2 * ceilings.read_bytes_per_s
     rows = causal_rows([1, 2, 3], 0, 0, target.device)

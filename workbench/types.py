@@ -187,7 +187,10 @@ class Stopwatch(Protocol):
 
 
 class DraftSession(Protocol):
-    """State of one drafter for one engine: created by `Drafter.session`, never shared."""
+    """State of one drafter for one engine: created by `Drafter.session`, never shared.
+
+    A session that also has `on_device() -> workbench.batch.DeviceSession` can take part in rounds on the device.
+    """
 
     def observe(self, commit: Commit) -> None:
         """Extends the drafter's context. A slot whose `start` is 0 begins a new request."""
@@ -228,7 +231,8 @@ class RoundStats:
         num_verified: rows the target ran for the request, root counted.
         num_accepted: drafted tokens that were accepted.
         num_emitted: tokens added to the output (num_accepted + 1, less what a stop cut off).
-        stage_s: seconds of every stage of this round, shared by the requests of the round.
+        stage_s: seconds of every stage of this round, shared by the requests of the round. Rounds on the device put
+            more into "verify", see `workbench.decode.captured.CapturedRound`.
         num_requests: requests in the round.
         max_depth: depth of the deepest verified node.
         tree, path: the verified tree and its accepted nodes (root first); only with tracing on.

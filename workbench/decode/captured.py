@@ -32,9 +32,16 @@ from workbench.types import DraftTree
 
 logger = logging.getLogger(__name__)
 
+#: Requests that the packing kernel takes.
+MAX_SLOTS = 256
+
 
 class CapturedRound:
-    """See `workbench.decode.round.Round`. Requests that sample by another rule than "match" run eagerly.
+    """See `workbench.decode.round.Round`. A round in which a request samples otherwise than by "match" runs eagerly.
+
+    Stages: "draft" is the draft graph; "allocate" the decision, with packing where the device packs; "verify" the graph
+    of target, choice, acceptance, compaction and the drafter's commit; "accept" the host's wait and its one look;
+    "commit" what the host keeps.
 
     Args:
         parts: what it works on; the target attends through the kernels.
@@ -43,11 +50,11 @@ class CapturedRound:
             "draft", "decide" and "verify" that it names.
 
     Attributes:
-        pool: the graphs and what they cost.
-        num_eager: rounds that could not run on the device.
+        pool: the graphs, what they cost, and how many rounds could not run on the device.
 
     Raises:
-        ValueError: a drafter without a device session, or a target with plain attention.
+        ValueError: a drafter without a device session, a target with plain attention, more than `MAX_SLOTS` slots, or
+            decisions captured over drafts that are not.
     """
 
     def __init__(self, parts: RoundParts, max_context: int, capture: bool | Collection[str] = True) -> None:
@@ -59,13 +66,24 @@ class CapturedRound:
         self._parts, self._eager = parts, EagerRound(parts)
         self._session = parts.session.on_device()
         slots = parts.workspace.max_requests
+        if slots > MAX_SLOTS:
+            raise ValueError(f"slots={slots} must be at most {MAX_SLOTS} for rounds on the device; take graphs=False")
+        kinds = set(capture) if isinstance(capture, Collection) else set()
+        if "decide" in kinds and "draft" not in kinds and not self._session.on_host:
+            raise ValueError(
+                f"capture={sorted(kinds)}: a captured decision needs captured drafts, whose place is fixed"
+            )
         self._staging = Staging(slots, max_context, target.device)
         self._max_rows, self._max_context = 1 + drafter.max_nodes, max_context
         self._decide = device_decision(drafter.policy, self._max_rows) if drafter.max_nodes else None
         self._buckets = request_buckets(slots)
         self._sampling: dict[int, tuple[float, int]] = {}
         self.pool = GraphPool(target.device, capture)
-        self.num_eager = 0
+
+    @property
+    def num_eager(self) -> int:
+        """Rounds that ran without graphs."""
+        return self.pool.report.eager_rounds
 
     @torch.inference_mode()
     def run(self, live: Sequence[LiveRequest]) -> RoundResult:
@@ -114,8 +132,9 @@ class CapturedRound:
         return self._decide is not None and isinstance(drafted, Chains)
 
     def _run_eagerly(self, live: Sequence[LiveRequest], first: LiveRequest) -> RoundResult:
-        self.num_eager += 1
-        if self.num_eager == 1:
+        report = self.pool.report
+        report.eager_rounds += 1
+        if report.eager_rounds == 1:
             logger.warning(
                 "request %d samples with %s: its rounds run eagerly, since the device only knows accept_rule='match' "
                 "without top_k and top_p",
@@ -197,7 +216,7 @@ class CapturedRound:
         lengths = batch.limits if drafted is None else self._decide(drafted, batch)
         self._parts.workspace.copy_requests(batch)
         fields = (rows.tokens, rows.positions, rows.slot_of_row, rows.kv_row, rows.ancestors, rows.starts)
-        pack, chain_rows = kernel("pack", device), kernel_record()
+        pack, chain_rows = kernel("pack", device), _chain_rows()
         dead_row = self._parts.cache.max_len
         pack(lengths, batch.anchors, drafts, batch.slots, batch.context_len, dead_row, chain_rows(*fields))
 
@@ -221,7 +240,7 @@ class CapturedRound:
         self._session.advance([x.slot for x in live], [len(got.path) for _, got in results])
 
 
-def kernel_record() -> type:
+def _chain_rows() -> type:
     """The record of the rows that the packing kernel fills."""
     from kernels.ref.pack import ChainRows  # its folder is on the path once a kernel was asked for
 

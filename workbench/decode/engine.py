@@ -6,6 +6,7 @@ drafter that proposes nothing. The engine knows no method; it is handed a drafte
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm.auto import tqdm
 
-from workbench.decode.captured import CapturedRound
+from workbench.decode.captured import MAX_SLOTS, CapturedRound
 from workbench.decode.eager import EagerRound, bucket
 from workbench.decode.graphs import GraphReport
 from workbench.decode.live import LiveRequest, Request
@@ -25,6 +26,8 @@ from workbench.decode.stopping import stop_rules
 from workbench.measure.timer import StageTimer
 from workbench.models.target import Target
 from workbench.types import MAX_TREE_ROWS, Commit, Drafter, GenerateResult, RoundStats
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -275,9 +278,15 @@ def _ways(
     parts: RoundParts, max_context: int, max_chunk: int, graphs: bool | None
 ) -> tuple[Round, EagerPrefill | CapturedPrefill]:
     """How an engine runs rounds and prefills."""
-    if graphs is None:
-        able = parts.target.tiled and hasattr(parts.session, "on_device")
-        graphs = able and parts.target.device.type == "cuda"
+    if graphs is None and parts.target.device.type == "cuda":
+        able = hasattr(parts.session, "on_device") and parts.workspace.max_requests <= MAX_SLOTS
+        if parts.target.tiled and not able:
+            logger.warning(
+                "drafter %r with %d slots: rounds run without CUDA graphs",
+                parts.drafter.name,
+                parts.workspace.max_requests,
+            )
+        graphs = able and parts.target.tiled
     if not graphs:
         return EagerRound(parts), EagerPrefill(parts)
     rounds = CapturedRound(parts, max_context)

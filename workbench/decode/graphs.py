@@ -1,7 +1,8 @@
 """CUDA graphs by key: the first call captures, later ones replay over whatever the same addresses hold by then.
 
-The graphs of a pool share their memory, and are replayed one after another on one stream. What a graph returned is
-valid until another graph of the pool runs; only what was allocated before capturing lasts longer.
+The graphs of a pool share their memory, and are replayed one after another on one stream. What a graph returned stays
+referenced, so graphs that are captured later never write there; those captured before it may. So an output must be read
+before an older graph runs again, which in a round is the case: draft, decision, verification, reading.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ class GraphReport:
         captures: key -> seconds of warming up and capturing.
         replays: replays in all.
         reserved_bytes: device memory that was reserved while capturing.
+        eager_rounds: rounds that ran without graphs, since the device does not know how a request samples.
     """
 
     captures: dict[tuple, float] = field(default_factory=dict)
     replays: int = 0
     reserved_bytes: int = 0
+    eager_rounds: int = 0
 
 
 class GraphPool:
@@ -46,6 +49,8 @@ class GraphPool:
         self.report = GraphReport()
         self._graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, object]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
+        # One for all captures: libraries keep a workspace for every stream they have seen.
+        self._side = torch.cuda.Stream(device) if self.captures else None
 
     def run(self, key: tuple, work: Callable[[], T]) -> T:
         """Runs `work`, by its graph once there is one.
@@ -68,7 +73,7 @@ class GraphPool:
 
     def _capture(self, key: tuple, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         began = time.perf_counter()
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        current, side = torch.cuda.current_stream(self._device), self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
             work()  # compiles kernels and makes libraries allocate, neither of which can be captured

@@ -48,6 +48,8 @@ class EagerPrefill:
 class CapturedPrefill:
     """Chunks of prompts one request after another, each by the smallest graph that it fits into.
 
+    Rows behind the chunk stand at position 0 of the same slot; they are no live rows, so nothing of them is written.
+
     Args:
         parts: target, drafter and cache; the target attends through the kernels.
         pool: where graphs are kept.

@@ -66,6 +66,9 @@ def _tables(state: DartState, depth: int) -> _Tables:
 class DartDeviceSession:
     """See `workbench.batch.DeviceSession`; the state is that of a session on the host, so rounds may alternate.
 
+    It merges weights of the network, whose `Parameter` objects are replaced: an optimiser made before would update ones
+    that nothing reads any more. So a network that is to be trained must not have been on the device.
+
     Args:
         model: the draft network; its merged weights become views of one matrix.
         embedding: the target's input embedding.
@@ -86,8 +89,9 @@ class DartDeviceSession:
         self._norm, self._rotate_write = kernel("rms_norm", device), kernel("rotate_write", device)
         self._model, self._embedding, self._state, self._search = model, embedding, state, search
         attention = layer.self_attn
-        self._gate_up = merge_linears([layer.mlp.gate_proj, layer.mlp.up_proj])
-        self._qkv = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
+        with torch.inference_mode(False):  # they become the network's own, which somebody may still want to train
+            self._gate_up = merge_linears([layer.mlp.gate_proj, layer.mlp.up_proj])
+            self._qkv = merge_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         self._draft_ids = model.draft_ids
         self._tables = _tables(state, depth)
 

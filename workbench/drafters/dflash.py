@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from workbench.drafters.dflash_config import DFlashConfig, check_whole
 from workbench.drafters.dflash_device import DFlashDevice
 from workbench.drafters.dflash_files import load_dflash
 from workbench.drafters.dflash_model import DFlashModel
-from workbench.drafters.dflash_packed import DFlashWeights
+from workbench.drafters.dflash_packed import DFlashWeights, current_weights
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
 from workbench.drafters.weights_option import require_fit, weights_folder
@@ -71,6 +71,7 @@ class DFlashDrafter:
         self.tile = tile
         self.taps = config.taps
         self.max_nodes = drafts
+        self._device_weights: DFlashWeights | None = None
         #: Slot of the block that says the first draft.
         self.first_slot = 0 if config.shifted else 1
         dtype = model.fc.weight.dtype
@@ -82,11 +83,10 @@ class DFlashDrafter:
         """Slots of a block, the anchor's included."""
         return self.max_nodes + self.first_slot
 
-    @cached_property
     def device_weights(self) -> DFlashWeights:
-        """The weights as rounds on the device read them; made at the first call, shared by all sessions."""
-        with torch.inference_mode(False):  # they become the network's own, which somebody may still want to train
-            return DFlashWeights.of(self.model)
+        """The weights as rounds on the device read them, as they are now; shared by all sessions."""
+        self._device_weights = current_weights(self.model, self._device_weights)
+        return self._device_weights
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's output head: [..., H] -> [..., V] in the network's dtype."""

@@ -12,7 +12,6 @@ from torch.nn import functional
 from workbench.batch import AcceptedRows, Batch, Candidates, Chains, DeviceRows
 from workbench.drafters.chain_trees import chain_trees, require_in_step
 from workbench.drafters.dflash_packed import block_rows, block_states, write_context
-from workbench.kernel_path import register_operators
 from workbench.models.argmax import argmax_ids
 from workbench.types import MAX_TREE_ROWS, DraftRequest, DraftTree, Signals, Stopwatch
 
@@ -22,6 +21,10 @@ if TYPE_CHECKING:
 
 class DFlashDevice:
     """A `workbench.batch.DeviceSession` over the state of a `DFlashSession`.
+
+    It merges weights of the network, whose `Parameter` objects are replaced: an optimiser made before would update ones
+    that nothing reads any more. So a network that is to be trained must not have been on the device. Weights that are
+    changed later, in place or not, count from the next of these that is made on.
 
     Args:
         drafter: whose weights and policy these are.
@@ -44,8 +47,7 @@ class DFlashDevice:
     ) -> None:
         if drafter.block_size > MAX_TREE_ROWS:
             raise ValueError(f"block_size={drafter.block_size} must be at most {MAX_TREE_ROWS} on the device")
-        register_operators()
-        self._drafter, self._weights = drafter, drafter.device_weights
+        self._drafter, self._weights = drafter, drafter.device_weights()
         self._kv, self._lengths = kv, lengths
         self._turn = rotary[0][:, 0], rotary[1][:, 0]
         self._max_len = kv.shape[3] - 1 - drafter.block_size

@@ -27,9 +27,10 @@ class DFlashWeights:
         layers: the block's.
         fc: [H, m * H], hidden_norm: [H]: from taps to context features.
         context_kv: [layers * 2 * G * D, H], keys and values of every layer. A copy: between the layers' own lie
-            queries, which context features do not have.
+            queries, which context features do not have. `current_weights` makes it anew.
         norm: [H], behind the last layer.
         eps: of all norms.
+        places: addresses of the network's parameters. All of them are held here, so no address can be given away.
     """
 
     layers: tuple[LayerWeights, ...]
@@ -38,20 +39,47 @@ class DFlashWeights:
     context_kv: torch.Tensor
     norm: torch.Tensor
     eps: float
+    places: tuple[int, ...]
 
     @classmethod
     def of(cls, model: DFlashModel) -> DFlashWeights:
-        """Merges the projections of equal input of a network."""
-        attentions = [layer.self_attn for layer in model.layers]
-        projections = [w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)]
+        """Merges the projections of equal input of a network, whose `Parameter` objects become others."""
         return cls(
             tuple(layer_weights(layer) for layer in model.layers),
             model.fc.weight.detach(),
             model.hidden_norm.weight.detach(),
-            torch.cat([weight.detach() for weight in projections]),
+            torch.cat(_keys_and_values(model)),
             model.norm.weight.detach(),
             model.config.rms_norm_eps,
+            _places(model),
         )
+
+
+def _keys_and_values(model: DFlashModel) -> list[torch.Tensor]:
+    attentions = [layer.self_attn for layer in model.layers]
+    return [m.weight.detach() for a in attentions for m in (a.k_proj, a.v_proj)]
+
+
+def _places(model: DFlashModel) -> tuple[int, ...]:
+    return tuple(weight.data_ptr() for weight in model.parameters())
+
+
+def current_weights(model: DFlashModel, known: DFlashWeights | None) -> DFlashWeights:
+    """The weights as they are now.
+
+    Args:
+        model: the network.
+        known: what was made of it before, if anything.
+
+    Returns:
+        `known`, its copies brought up to date in place, as long as no weight was moved or replaced; graphs that read
+        them go on with the new values then. Otherwise new ones.
+    """
+    with torch.inference_mode(False):  # merged ones become the network's own, which somebody may still want to train
+        if known is None or known.places != _places(model):
+            return DFlashWeights.of(model)
+        torch.cat(_keys_and_values(model), out=known.context_kv)
+        return known
 
 
 def block_rows(batch: Batch, block: int) -> DeviceRows:

@@ -17,6 +17,7 @@ from workbench.drafters.dart_config import DartConfig
 from workbench.drafters.dart_model import DartModel
 from workbench.drafters.dflash_config import DFlashConfig, default_layer_ids
 from workbench.drafters.dflash_model import DFlashModel
+from workbench.models.cache import head_dim_of
 from workbench.models.shapes import fill_random
 from workbench.models.target import Target
 
@@ -117,14 +118,13 @@ def random_scorer(target: Target, width: int = 16, seed: int = 0) -> PredictorSc
 
 def _shared_sizes(config: PreTrainedConfig) -> dict[str, int | float]:
     """Fields that a layer of the draft network shares with a layer of the target."""
-    heads = config.num_attention_heads
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_attention_heads": heads,
+        "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": head_dim_of(config),
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_parameters["rope_theta"],
         "max_position_embeddings": config.max_position_embeddings,

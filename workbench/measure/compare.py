@@ -151,13 +151,17 @@ def compare(
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
-    """How an engine runs: forward (of the target), graphs (captured), capture_s and graph_mib (what they cost)."""
+    """How an engine runs: forward (of the target), graphs (captured), capture_s and graph_mib (what they cost).
+
+    And eager_rounds, those that could not be captured.
+    """
     report, forward = engine.graph_report, engine.target.forward_report
     return {
         "forward": "stock" if forward is None else forward.kind,
         "graphs": 0 if report is None else len(report.captures),
         "capture_s": 0.0 if report is None else sum(report.captures.values()),
         "graph_mib": 0.0 if report is None else report.reserved_bytes / 2**20,
+        "eager_rounds": None if report is None else report.eager_rounds,
     }
 
 

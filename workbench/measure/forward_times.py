@@ -5,7 +5,6 @@ Weights are random, which costs what trained ones cost; keys and values of the c
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -19,9 +18,10 @@ from workbench.batch import DeviceRows
 from workbench.decode.rows import Workspace
 from workbench.measure.kernel_cases import row_counts
 from workbench.measure.kernel_plan import Cell
+from workbench.measure.kernel_times import release
 from workbench.measure.latency_plan import LatencyPlan
 from workbench.measure.products import matrix_products
-from workbench.measure.roofline import Ceilings, forward_floor, weight_bytes
+from workbench.measure.roofline import FLOOR_BANDWIDTH, Ceilings, forward_floor, weight_bytes
 from workbench.measure.turns import Turns, time_in_turns
 from workbench.models.cache import SlotCache
 from workbench.models.shapes import random_target
@@ -46,9 +46,11 @@ def forward_rows(plan: LatencyPlan, ceilings: Ceilings, progress: bool = False) 
     Returns:
         Fields: shape, layers, cell, what (kind of forward, or one of `PRODUCTS`), role ("forward" for the target's own,
         "other", "products"), ms (median of the passes, with ms_min and ms_max), over_products and over_merged (ratio to
-        the products in the same turns), weights_ms and checkpoint_ms (bytes that are read, and all of the checkpoint,
-        at the speed of a copy), over_weights, over_checkpoint, floor_ms (`forward_floor`), share (floor over time),
-        capture_s, compile_s, pool_mb, note (why there is no time), requests, rows, context, dtype, device.
+        the products in the same turns: the stock model's own seven a layer and its head, or four a layer, merged where
+        inputs are equal), weights_ms and checkpoint_ms (bytes that are read, and all of the checkpoint, over the bytes
+        a second that a copy by an elementwise kernel reads and writes, see `copy_bandwidth`), over_weights,
+        over_checkpoint, floor_ms (`forward_floor`), floor_bandwidth (which bandwidth these use), share (floor over
+        time), capture_s, compile_s, pool_mb, note (why there is no time), requests, rows, context, dtype, device.
     """
     rows: list[Row] = []
     todo = sum(map(len, plan.cells.values()))
@@ -75,13 +77,6 @@ def plan_target(plan: LatencyPlan, name: str, forward: str = "auto", layers: int
 def kind_of(target: Target) -> str:
     """How a target runs its layers: "stock", "compiled" or "fused"."""
     return "stock" if target.forward_report is None else target.forward_report.kind
-
-
-def release(device: torch.device) -> None:
-    """Gives memory of models that nobody holds any more back to the device."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _other_targets(plan: LatencyPlan, target: Target) -> dict[str, Target | str]:
@@ -154,11 +149,12 @@ def _floors(cell: Cell, target: Target, rows: int, ceilings: Ceilings) -> Row:
     size, config = target.dtype.itemsize, target.config
     weights = weight_bytes(config, size)
     least = forward_floor(config, rows, cell.context, cell.requests, ceilings, size)
-    per_ms = ceilings.copy_bytes_per_s / 1e3
+    per_ms = ceilings.floor_bytes_per_s / 1e3
     return {
         "weights_ms": weights.read / per_ms,
         "checkpoint_ms": weights.whole / per_ms,
         "floor_ms": 1e3 * least["floor_s"],
+        "floor_bandwidth": FLOOR_BANDWIDTH,
     }
 
 

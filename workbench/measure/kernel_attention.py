@@ -1,7 +1,8 @@
 """Rows of the attention table: every tile of a cell and the library functions beside it, with error, floor and share.
 
-The floor of a call is the time in which a large copy moves as many bytes as the visible keys and values have, each
-read once a KV head. It leaves out queries and results, and what a device can do beyond copying.
+The floor of a call is the time in which a large copy by an elementwise kernel moves, read and written, as many bytes as
+the visible keys and values have, each read once a KV head. It leaves out queries and results, and what a device can do
+beyond such a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from workbench.kernel_path import add_own_kernels
 from workbench.measure.kernel_cases import AttentionCase
 from workbench.measure.kernel_peers import PEERS, Absent
 from workbench.measure.kernel_plan import KernelPlan
-from workbench.measure.kernel_times import TOLERANCE, Timing, time_calls, worst_row_error
+from workbench.measure.kernel_times import TOLERANCE, Timing, release, time_calls, worst_row_error
 
 #: Tiles of `kernels.tile_attention` by name: the paper's verify tile, the one of its control arm, and ours.
 TILES = ("rows16", "rows128", "packed")
@@ -53,7 +54,7 @@ def attention_rows(plan: KernelPlan, bandwidth: float, progress: bool = False) -
             if peer != "flex" or (name == plan.shape and cell in plan.flex_cells):
                 rows.append(judge.peer(peer))
         del case, judge
-        _release(plan.device)
+        release(plan.device)
     return rows
 
 
@@ -74,7 +75,7 @@ def split_rows(plan: KernelPlan, bandwidth: float, progress: bool = False) -> li
             how = {"tile_rows": own.rows, "splits": splits}
             rows.append(judge.row("packed", "kernel", calls, **how) | {"chosen": splits == own.splits})
         del case, judge
-        _release(plan.device)
+        release(plan.device)
     return rows
 
 
@@ -183,9 +184,3 @@ def _tile(case: AttentionCase, name: str) -> Any:
         case.queries[0].element_size(),
         torch.cuda.get_device_properties(case.device).multi_processor_count,
     )
-
-
-def _release(device: torch.device) -> None:
-    """Gives the memory of a case back, so that the next one of another size finds room."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ are no part of the time. On a CPU the clock runs around the same calls.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -95,6 +96,13 @@ def _replayed(calls: Sequence[Callable[[], Any]], device: torch.device, repeats:
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1e3)
     return seconds
+
+
+def release(device: torch.device) -> None:
+    """Gives memory that nobody holds any more back to the device, so that something of another size finds room."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def sets_of(num_bytes: float, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""What a latency report is asked for, checked before anything runs: shapes, forwards, numbers of requests.
+"""What a latency report is asked for, checked before anything runs: shapes, forwards, arms, numbers of requests.
 
 Knows the parameters of notebook `04_latency` by name; makes no model.
 """
@@ -15,6 +15,7 @@ from workbench.measure.kernel_plan import Cell, device_by_name
 from workbench.measure.kernel_times import TOLERANCE
 from workbench.models.forwards import FORWARDS
 from workbench.models.shapes import Shape, shape_by_name
+from workbench.types import MAX_TREE_ROWS
 
 _LEAST = {"context": 1, "repeats": 1, "threads": 0, "layers": 0, "mean_rows": 1}
 #: Slots of a DFlash block, so the most rows of a request that DScale can take.
@@ -34,6 +35,49 @@ GOALS = (
 
 
 @dataclass(frozen=True)
+class Arm:
+    """A way to run a decode step.
+
+    Attributes:
+        method: whose step it is.
+        tile: of the attention of target and draft, see `workbench.models.attention`; "auto" is the kernels' choice.
+        capture: what is a CUDA graph, see `workbench.decode.graphs.GraphPool`.
+    """
+
+    method: str
+    tile: str = "auto"
+    capture: bool | tuple[str, ...] = True
+
+    @property
+    def attention(self) -> str:
+        """Of the target, by the name that it takes."""
+        return "tile" if self.tile == "auto" else f"tile:{self.tile}"
+
+    @property
+    def captured(self) -> str:
+        """What is a CUDA graph where there are any, in words."""
+        return "all" if self.capture is True else ", ".join(self.capture or ("nothing",))
+
+
+#: Arms by name. Four are cumulative: `control` is DFlash with the tile of a common serving engine, `tile` has ours,
+#: `allocation` DScale's decision, launched kernel by kernel between captured draft and verification, and in `graphs`
+#: that is captured too. Beside them, `paper` is `control` with the paper's tile of 16 rows a query head, and `launched`
+#: is `graphs` with only its draft captured.
+ARMS = {
+    "ar": Arm("AR"),
+    "dart": Arm("DART"),
+    "control": Arm("DFlash", tile="rows128"),
+    "paper": Arm("DFlash", tile="paper"),
+    "tile": Arm("DFlash"),
+    "launched": Arm("DScale", capture=("draft",)),
+    "allocation": Arm("DScale", capture=("draft", "verify")),
+    "graphs": Arm("DScale"),
+}
+#: The one that all reductions are against.
+CONTROL = "control"
+
+
+@dataclass(frozen=True)
 class LatencyPlan:
     """What the parameters come to.
 
@@ -44,6 +88,8 @@ class LatencyPlan:
         forward_cells: of the main shape, measured with those.
         step_shapes: whose decode steps are measured.
         requests: N of the steps, ascending.
+        arms: names of arms that are measured at every N.
+        most_requests_arms: names of arms that are measured at the largest N only.
         context: committed tokens of every request of a step or draft.
         mean_rows: verified rows a request of DScale.
         draft_shapes: whose DART drafts are measured, the one with a goal first.
@@ -58,6 +104,8 @@ class LatencyPlan:
     forward_cells: list[Cell]
     step_shapes: list[str]
     requests: list[int]
+    arms: list[str]
+    most_requests_arms: list[str]
     context: int
     mean_rows: int
     draft_shapes: list[str]
@@ -83,6 +131,7 @@ class LatencyPlan:
             forward_cells=_some(params["forward_cells"], main),
             step_shapes=_names("step_shapes", params["step_shapes"]),
             requests=sorted(params["requests"]),
+            **_arms(params),
             draft_shapes=_names("draft_shapes", params["draft_shapes"]),
             **{name: params[name] for name in ("context", "mean_rows", "layers", "repeats", "seed")},
         )
@@ -95,6 +144,11 @@ class LatencyPlan:
     def num_layers(self, name: str) -> int:
         """Layers of a target of that shape."""
         return self.layers or shape_by_name(name).num_hidden_layers
+
+    def arms_at(self, requests: int) -> dict[str, Arm]:
+        """Arms that are measured at one number of requests, by name, in the order of `ARMS`."""
+        more = self.most_requests_arms if requests == max(self.requests) else []
+        return {name: arm for name, arm in ARMS.items() if name in self.arms or name in more}
 
 
 def _check_sizes(params: Mapping[str, Any]) -> None:
@@ -113,6 +167,19 @@ def _check_sizes(params: Mapping[str, Any]) -> None:
     requests = params["requests"]
     if not requests or len(set(requests)) < len(requests) or not all(1 <= n <= _MAX_REQUESTS for n in requests):
         raise ValueError(f"requests={list(requests)}; allowed: 1..{_MAX_REQUESTS}, at least one, each once")
+    for field in ("step_shapes", "draft_shapes"):
+        for name in params[field]:
+            _check_context(field, "context", params["context"], shape_by_name(name))
+
+
+def _check_context(field: str, what: str, context: int, shape: Shape) -> None:
+    """Rows of the largest tree must have positions behind a context, whatever is measured there."""
+    most = shape.max_position_embeddings
+    if context + MAX_TREE_ROWS > most:
+        raise ValueError(
+            f"{field}: {what}={context} and {MAX_TREE_ROWS} rows go beyond the {most} positions of {shape.name}; "
+            f"allowed: up to {most - MAX_TREE_ROWS}"
+        )
 
 
 def _cells(params: Mapping[str, Any]) -> dict[str, list[Cell]]:
@@ -130,10 +197,7 @@ def _parsed(field: str, texts: Sequence[str], shape: Shape) -> list[Cell]:
     for cell in cells:
         if cell.kind == "prefill":
             raise ValueError(f"{field}: {cell.label!r} is a prefill; allowed: chain, ragged, tree")
-        if cell.context + cell.max_rows > shape.max_position_embeddings:
-            raise ValueError(
-                f"{field}: {cell.label!r} goes beyond the {shape.max_position_embeddings} positions of {shape.name}"
-            )
+        _check_context(field, f"context of {cell.label!r}", cell.context, shape)
     return cells
 
 
@@ -151,6 +215,17 @@ def _forwards(names: Sequence[str]) -> list[str]:
     if wrong or len(set(names)) < len(names):
         raise ValueError(f"forwards={list(names)}; allowed: {', '.join(allowed)}, each once")
     return list(names)
+
+
+def _arms(params: Mapping[str, Any]) -> dict[str, list[str]]:
+    fields = {name: list(params[name]) for name in ("arms", "most_requests_arms")}
+    names = [name for given in fields.values() for name in given]
+    if any(name not in ARMS for name in names) or len(set(names)) < len(names) or CONTROL not in fields["arms"]:
+        raise ValueError(
+            f"arms={fields['arms']}, most_requests_arms={fields['most_requests_arms']}; allowed: {', '.join(ARMS)}, "
+            f"each once in either of them, {CONTROL} among arms"
+        )
+    return fields
 
 
 def _names(field: str, names: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from workbench.drafters.ar import ArDrafter
 from workbench.drafters.dart import DartDrafter, dart_taps
 from workbench.drafters.dflash import DFlashDrafter
 from workbench.drafters.shapes import random_dart, random_dflash, random_scorer
-from workbench.measure.latency_plan import BLOCK_SIZE
+from workbench.measure.latency_plan import ARMS, BLOCK_SIZE, Arm
 from workbench.measure.timer import StageTimer
 from workbench.models.cache import SlotCache
 from workbench.models.target import Target
@@ -36,43 +36,6 @@ _ROOM = 2 * MAX_TREE_ROWS
 TRIE_TOKENS = 50_000
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way to run a decode step.
-
-    Attributes:
-        method: whose step it is.
-        tile: of the attention of target and draft, see `workbench.models.attention`; "auto" is the kernels' choice.
-        capture: what is a CUDA graph, see `workbench.decode.graphs.GraphPool`.
-    """
-
-    method: str
-    tile: str = "auto"
-    capture: bool | tuple[str, ...] = True
-
-    @property
-    def attention(self) -> str:
-        """Of the target, by the name that it takes."""
-        return "tile" if self.tile == "auto" else f"tile:{self.tile}"
-
-    @property
-    def captured(self) -> str:
-        """What is a CUDA graph where there are any, in words."""
-        return "all" if self.capture is True else ", ".join(self.capture or ("nothing",))
-
-
-#: Arms by name. The last four are cumulative: DFlash with the tile of a common serving engine; with ours; DScale's
-#: allocation, whose ragged rows are launched kernel by kernel; and all of it in graphs of fixed addresses.
-ARMS = {
-    "ar": Arm("AR"),
-    "dart": Arm("DART"),
-    "control": Arm("DFlash", tile="rows128"),
-    "tile": Arm("DFlash"),
-    "allocation": Arm("DScale", capture=("draft",)),
-    "graphs": Arm("DScale"),
-}
-
-
 def arm_drafters(target: Target, mean_rows: int, seed: int) -> dict[str, Drafter]:
     """A drafter of random weights for every arm; networks are shared.
 
@@ -81,12 +44,16 @@ def arm_drafters(target: Target, mean_rows: int, seed: int) -> dict[str, Drafter
         mean_rows: verified rows a request of DScale.
         seed: of all weights.
     """
-    full, scorer = build_policy("full"), random_scorer(target, BLOCK_SIZE, seed)
-    network, share = random_dflash(target, seed, block_size=BLOCK_SIZE), build_policy("dvl", mean_rows, scorer)
-    drafters: dict[str, Drafter] = {"ar": ArDrafter(), "dart": dart_drafter(target, seed)}
-    for name, policy in (("control", full), ("tile", full), ("allocation", share)):
-        drafters[name] = DFlashDrafter(network, target.embedding, target.lm_head, policy, tile=ARMS[name].tile)
-    drafters["graphs"] = drafters["allocation"]
+    scorer, network = random_scorer(target, BLOCK_SIZE, seed), random_dflash(target, seed, block_size=BLOCK_SIZE)
+    policies = {"DFlash": build_policy("full"), "DScale": build_policy("dvl", mean_rows, scorer)}
+    others: dict[str, Drafter] = {"AR": ArDrafter(), "DART": dart_drafter(target, seed)}
+    drafters: dict[str, Drafter] = {}
+    for name, arm in ARMS.items():
+        if arm.method in policies:
+            policy = policies[arm.method]
+            drafters[name] = DFlashDrafter(network, target.embedding, target.lm_head, policy, tile=arm.tile)
+        else:
+            drafters[name] = others[arm.method]
     return drafters
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workbench.models.merge import merged_view
 from workbench.models.target import Target
 
 #: Projections of a decoder layer whose inputs are the same, in order: where they are, and what they are called.
@@ -33,9 +34,6 @@ class MatrixProducts:
     Attributes:
         rows: of every product.
         weights: the matrices.
-        flops: operations of one call, two a multiplication.
-        weight_bytes: bytes of the matrices.
-        activation_bytes: bytes of all inputs and results, which are small beside the weights for few rows.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], rows: int, seed: int = 0) -> None:
@@ -48,9 +46,6 @@ class MatrixProducts:
             size: torch.randn(rows, size, device=first.device, generator=generator).to(first.dtype)
             for size in sorted({w.shape[1] for w in self.weights})
         }
-        self.flops = 2 * rows * sum(w.numel() for w in self.weights)
-        self.weight_bytes = sum(w.numel() * w.element_size() for w in self.weights)
-        self.activation_bytes = sum(rows * sum(w.shape) * w.element_size() for w in self.weights)
 
     @torch.inference_mode()
     def __call__(self) -> torch.Tensor:
@@ -77,19 +72,13 @@ def matrix_products(target: Target, rows: int, merged: bool = True, seed: int = 
     for layer in target.model.get_decoder().layers:
         for parent, names in _PRODUCTS:
             parts = [_weight(getattr(layer, parent, None), name) for name in names]
-            weights += [side_by_side(parts)] if merged else parts
+            weights += [_merged(parts)] if merged else parts
     return MatrixProducts([*weights, target.lm_head.weight.detach()], rows, seed)
 
 
-def side_by_side(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Matrices [outputs, inputs] below each other: a view when they already lie so in memory, else a copy."""
-    first, place = weights[0], weights[0].storage_offset()
-    for weight in weights:
-        adjacent = weight.is_contiguous() and weight.storage_offset() == place
-        if not adjacent or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(tuple(weights))
-        place += weight.numel()
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+def _merged(weights: list[torch.Tensor]) -> torch.Tensor:
+    view = merged_view(weights)
+    return torch.cat(weights) if view is None else view
 
 
 def _weight(parent: nn.Module | None, name: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """What a device can do at best, and how long a target forward must take for that.
 
-Ceilings are measured on the device with large operations. Floors are counted from sizes: bytes that
-must be read over the bandwidth, arithmetic over the rate of large matrix products. What lies between a measured time
-and its floor is what kernels, launches and small shapes cost.
+Ceilings are measured on the device with large operations. Floors are counted from sizes: bytes that must be read over
+the bandwidth of a large copy, arithmetic over the rate of large matrix products. What lies between a measured time and
+its floor is what kernels, launches and small shapes cost.
 
 Weights are counted in two ways, which differ for a target whose head is not its embedding: `WeightBytes.read` is what
 a forward must read (all layers and the head; of the embedding only the rows of its tokens, which are left out);
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
 from workbench.measure.kernel_times import copy_bandwidth, time_calls
 
 #: Bytes that are read, and side of the square matrices of the product.
 _LARGE = {"cuda": (1 << 30, 8192), "cpu": (1 << 26, 1024)}
+#: Which bandwidth floors are stated by, as records say it: that of a copy.
+FLOOR_BANDWIDTH = "copy"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Ceilings:
     """What a device reaches with large operations; medians.
 
     Attributes:
-        copy_bytes_per_s: of a copy, bytes read and bytes written both counted.
+        copy_bytes_per_s: of a copy by an elementwise kernel, bytes read and bytes written both counted, see
+            `copy_bandwidth`; floors are stated by it.
         read_bytes_per_s: of reading only, the better of a sum and a product of a matrix and a vector.
         matmul_flops_per_s: of a product of square matrices, two operations a multiplication.
         dtype: of the product.
@@ -40,6 +41,11 @@ class Ceilings:
     read_bytes_per_s: float
     matmul_flops_per_s: float
     dtype: str
+
+    @property
+    def floor_bytes_per_s(self) -> float:
+        """The bandwidth `FLOOR_BANDWIDTH`."""
+        return self.copy_bytes_per_s
 
 
 def measure_ceilings(
@@ -116,11 +122,6 @@ def weight_bytes(config: PreTrainedConfig, itemsize: int = 2) -> WeightBytes:
     return WeightBytes(layers, head, 0 if config.tie_word_embeddings else head)
 
 
-def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters of a module, shared ones once."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
-
-
 def kv_bytes(config: PreTrainedConfig, tokens: int, itemsize: int = 2) -> int:
     """Bytes of the keys and values of `tokens` tokens in all layers."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config) * itemsize * tokens
@@ -150,7 +151,6 @@ def forward_floor(
     requests: int,
     ceilings: Ceilings,
     itemsize: int = 2,
-    bandwidth: Literal["copy", "read"] = "copy",
 ) -> dict[str, float]:
     """Seconds that one target forward over packed rows must take, by term.
 
@@ -161,7 +161,6 @@ def forward_floor(
         requests: that share the rows.
         ceilings: of the device.
         itemsize: bytes of a number, in weights and in the cache.
-        bandwidth: which of the two ceilings bytes are divided by.
 
     Returns:
         `weights_s` for reading weights, `products_s` for the arithmetic on them, `kv_s` for reading keys and values
@@ -177,14 +176,11 @@ def forward_floor(
             f"rows={rows}, requests={requests}, context={context}; allowed: at least one request, a row for each, "
             "and one context of 0 or more tokens for each"
         )
-    rates = {"copy": ceilings.copy_bytes_per_s, "read": ceilings.read_bytes_per_s}
-    if bandwidth not in rates:
-        raise ValueError(f"bandwidth={bandwidth!r}; allowed: {', '.join(rates)}")
     pairs = round(sum(c + (rows / requests + 1) / 2 for c in contexts) * rows / requests)
     terms = {
-        "weights_s": weight_bytes(config, itemsize).read / rates[bandwidth],
+        "weights_s": weight_bytes(config, itemsize).read / ceilings.floor_bytes_per_s,
         "products_s": product_flops(config, rows) / ceilings.matmul_flops_per_s,
-        "kv_s": kv_bytes(config, sum(contexts) + rows, itemsize) / rates[bandwidth],
+        "kv_s": kv_bytes(config, sum(contexts) + rows, itemsize) / ceilings.floor_bytes_per_s,
         "attention_s": attention_flops(config, pairs) / ceilings.matmul_flops_per_s,
     }
     floor = max(terms["weights_s"], terms["products_s"]) + max(terms["kv_s"], terms["attention_s"])

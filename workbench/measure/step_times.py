@@ -1,7 +1,8 @@
 """Rows of the step table: whole decode steps and their stages, arms in turns, at contexts that stay.
 
 A step is measured by the clock of the host around a round and its one look at the device; a stage is what passes on
-the device's stream, host work counting where the device waits for it. DART's search runs on the host, with an n-gram
+the device's stream, host work counting where the device waits for it. Rounds are those of the device, so stages hold
+more than their names say, see `step_rows`. DART's search runs on the host, with an n-gram
 trie over random tokens. Acceptance between random models means nothing; the times do not depend on it.
 """
 
@@ -13,9 +14,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from workbench.measure.forward_times import kind_of, plan_target, random_cache, release
-from workbench.measure.latency_plan import LatencyPlan
-from workbench.measure.latency_rounds import ARMS, RepeatedRound, Step, arm_drafters
+from workbench.measure.forward_times import kind_of, plan_target, random_cache
+from workbench.measure.kernel_times import release
+from workbench.measure.latency_plan import CONTROL, LatencyPlan
+from workbench.measure.latency_rounds import RepeatedRound, Step, arm_drafters
 from workbench.models.target import Target
 from workbench.types import MAX_TREE_ROWS, STAGES, Drafter
 
@@ -33,11 +35,17 @@ def step_rows(plan: LatencyPlan, progress: bool = False) -> list[Row]:
         progress: show a bar.
 
     Returns:
-        Fields: shape, layers, requests, arm (see `latency_rounds.ARMS`), method, rows (that the target ran), ms (median
-        of the steps, with ms_min and ms_max), reduction (1 - ms over that of the control arm), stage_ms (median by
-        stage), other_ms (what no stage has), decision_share (the allocate stage over the step, of DScale), graphs,
-        capture_s, pool_mb, num_eager, forward (how the target runs its layers), attention, captured, context, dtype,
-        device.
+        Fields: shape, layers, requests, arm (see `latency_plan.ARMS`), method, rows (that the target ran), ms (median
+        of the steps, with ms_min and ms_max), reduction (1 - ms over that of the control arm, of DFlash and DScale),
+        stage_ms (median by stage), other_ms (what no stage has), decision_share (the allocate stage over the step, of
+        DScale), graphs, capture_s, pool_mb, num_eager, forward (how the target runs its layers), attention, captured,
+        context, dtype, device.
+
+        Stages of these rounds, as captured: "draft" has staging and the draft; "allocate" the decision with features,
+        predictor, allocator and packing (DART's trees are cut there on the host and have a "pack" of their own);
+        "verify" everything of the verify graph, which is the target's forward, its choices, the accept rule, compaction
+        of the cache and the drafter's commit; "accept" only the wait for that and the host's read of the outcome;
+        "commit" only bookkeeping of the host.
     """
     rows: list[Row] = []
     with tqdm(total=len(plan.step_shapes) * len(plan.requests), desc="steps", disable=not progress) as bar:
@@ -45,7 +53,7 @@ def step_rows(plan: LatencyPlan, progress: bool = False) -> list[Row]:
             target = plan_target(plan, name)
             targets = {"tile": target} | {
                 attention: Target(target.model, name=target.name, stop_ids=(), attention=attention)
-                for attention in {arm.attention for arm in ARMS.values()} - {"tile"}
+                for attention in {arm.attention for arm in plan.arms_at(max(plan.requests)).values()} - {"tile"}
             }
             drafters = arm_drafters(target, plan.mean_rows, plan.seed)
             for requests in plan.requests:
@@ -64,11 +72,12 @@ def _requests_rows(
     target, warm_ups = targets["tile"], _WARM_UPS[plan.device.type]
     steps = warm_ups + plan.repeats
     cache = random_cache(target, requests, plan.context + MAX_TREE_ROWS, plan.seed)
+    arms = plan.arms_at(requests)
     rounds = {
         arm: RepeatedRound(targets[how.attention], drafters[arm], cache, how, requests, plan.context, steps, plan.seed)
-        for arm, how in ARMS.items()
+        for arm, how in arms.items()
     }
-    taken: dict[str, list[Step]] = {arm: [] for arm in ARMS}
+    taken: dict[str, list[Step]] = {arm: [] for arm in arms}
     for _ in range(steps):
         for arm, repeated in rounds.items():
             taken[arm].append(repeated.step())
@@ -77,10 +86,10 @@ def _requests_rows(
     settings = {"forward": kind_of(target), "context": plan.context}
     settings |= {"dtype": str(plan.dtype).removeprefix("torch."), "device": str(plan.device)}
     rows = []
-    for arm, how in ARMS.items():
-        own, control = measured[arm], measured["control"]["ms"]
+    for arm, how in arms.items():
+        own, control = measured[arm], measured[CONTROL]["ms"]
         judged = {
-            "reduction": 1 - own["ms"] / control if arm in ("control", "tile", "allocation", "graphs") else None,
+            "reduction": 1 - own["ms"] / control if how.method in ("DFlash", "DScale") else None,
             "decision_share": own["stage_ms"].get("allocate", 0.0) / own["ms"] if how.method == "DScale" else None,
         }
         told = {"attention": how.attention, "captured": how.captured}
@@ -114,6 +123,9 @@ def _costs(repeated: RepeatedRound) -> Row:
 
 def stage_rows(steps: Sequence[Row]) -> list[Row]:
     """Stages of every step as a table: milliseconds and share of the step, one row a stage.
+
+    What a stage holds is said in `step_rows`: commits of caches and drafters are part of "verify", packing of chains is
+    part of "allocate".
 
     Args:
         steps: of `step_rows`.

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """D, width of an attention head; configurations that do not name it mean an equal share of the hidden size."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class SlotCache:

@@ -35,26 +35,31 @@ def merge_linears(modules: Sequence[nn.Linear]) -> torch.Tensor:
         raise ValueError(f"modules differ or have a bias: {modules}; allowed: equal inputs, dtype and device, no bias")
     weights = [m.weight.detach() for m in modules]
     sizes = [len(w) for w in weights]
-    if adjacent(weights):
-        # Not the stride of the first, which may be any number when it has a single row.
-        columns = weights[0].shape[1]
-        return weights[0].as_strided((sum(sizes), columns), (columns, 1))
+    found = merged_view(weights)
+    if found is not None:
+        return found
     shared = torch.cat(weights)
     for module, part in zip(modules, shared.split(sizes), strict=True):
         module.weight = nn.Parameter(part, requires_grad=module.weight.requires_grad)
     return shared
 
 
-def adjacent(weights: Sequence[torch.Tensor]) -> bool:
-    """True if the matrices lie one behind the other in one storage."""
-    storage, place = weights[0].untyped_storage().data_ptr(), weights[0].storage_offset()
+def merged_view(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Matrices [outputs, inputs] of one dtype, below each other, without a copy.
+
+    Returns:
+        [sum of outputs, inputs], a view; None where they do not lie one behind the other in one storage.
+    """
+    first = weights[0]
+    storage, place, columns = first.untyped_storage().data_ptr(), first.storage_offset(), first.shape[1]
     for weight in weights:
         if not weight.is_contiguous() or weight.untyped_storage().data_ptr() != storage:
-            return False
-        if weight.storage_offset() != place:
-            return False
+            return None
+        if weight.storage_offset() != place or weight.shape[1] != columns:
+            return None
         place += weight.numel()
-    return True
+    # Not the stride of the first, which may be any number when it has a single row.
+    return first.as_strided((sum(map(len, weights)), columns), (columns, 1))
 
 
 class MergedLinear(nn.Linear):

@@ -22,7 +22,9 @@ COLOURS = {
     "products": "#7f7f7f",
     "merged products": "#bab0ac",
     "control": "#7f7f7f",
+    "paper": "#4e79a7",
     "tile": "#59a14f",
+    "launched": "#bab0ac",
     "allocation": "#76b7b2",
     "graphs": "#f28e2b",
 }
@@ -67,7 +69,7 @@ def forward_bars(rows: Sequence[Row], shape: str | None = None) -> go.Figure:
 
 
 def step_bars(rows: Sequence[Row], shape: str | None = None) -> go.Figure:
-    """Bars of the step of the control arm and of what DScale adds to it, by number of requests.
+    """Bars of the step of the control arm and of what DScale adds to it, by number of requests; arms may lack some.
 
     Args:
         rows: of the step table.
@@ -77,19 +79,19 @@ def step_bars(rows: Sequence[Row], shape: str | None = None) -> go.Figure:
         ValueError: a shape that no row has.
     """
     chosen = [row for row in _of_shape(rows, shape) if row["reduction"] is not None]
-    numbers = [str(n) for n in dict.fromkeys(row["requests"] for row in chosen)]
+    numbers = [str(n) for n in sorted({row["requests"] for row in chosen})]
     figure = go.Figure()
     for arm in dict.fromkeys(row["arm"] for row in chosen):
         bars = {str(row["requests"]): row for row in chosen if row["arm"] == arm}
         figure.add_bar(
-            x=numbers,
-            y=[bars[n]["ms"] for n in numbers],
+            x=list(bars),
+            y=[row["ms"] for row in bars.values()],
             name=arm,
-            text=[f"{-bars[n]['reduction']:+.0%}" for n in numbers],
+            text=[f"{-row['reduction']:+.0%}" for row in bars.values()],
             marker_color=COLOURS.get(arm),
         )
     figure.update_layout(barmode="group")
-    figure.update_xaxes(type="category")
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=numbers)
     return _finish(figure, f"Decode step, {chosen[0]['shape']}", "requests", "milliseconds a step")
 
 
