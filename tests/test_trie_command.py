@@ -46,5 +46,35 @@ def test_trie_from_text(tmp_path, capsys):
     assert main([*argv, str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]) == run.OK
     out = capsys.readouterr().out
     assert re.search(r"^total_tokens +9$", out, re.M) and re.search(r"^vocab_size +3$", out, re.M)
-    assert main([*argv, str(tmp_path / "c.jsonl")]) == run.USAGE
+    assert main([*argv, str(tmp_path / "c.jsonl")]) == run.OK
+    captured = capsys.readouterr()
+    assert re.search(r"^total_tokens +1$", captured.out, re.M)
+    assert "c.jsonl, line 2: need a JSON string" in captured.err and "left out 1 bad lines (1 shown)" in captured.err
+    assert main([*argv, str(tmp_path / "c.jsonl"), "--on-error", "raise"]) == run.USAGE
     assert "c.jsonl, line 2" in capsys.readouterr().err
+
+
+def test_trie_build_options(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="b"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text('{"body": "a b a"}\n{"body": "a b"}\n')
+    (tmp_path / "in" / "b.md").write_text("b a")
+    argv = ["trie", "build", str(tmp_path / "in"), "--out", str(tmp_path / "t.trie"), "--tokenizer", str(tmp_path)]
+    argv += ["--field", "body", "--text-suffix", ".md", "--memory-mb", "64", "--workers", "2", "--min-count", "1,2,1"]
+    for eos in ("</s>", "2"):
+        assert main([*argv, "--eos", eos, "--temp", str(tmp_path)]) == run.OK
+        out = capsys.readouterr().out
+        assert re.search(r"^total_tokens +10$", out, re.M)
+        assert re.search(r"^nodes_per_level +\[3, 3, 3\]$", out, re.M), "b </s> occurs once"
+    for flags, message in (
+        (["--eos", "<eos>"], "--eos is '<eos>'"),
+        (["--eos", "3"], "--eos is '3'"),
+        (["--workers", "0"], "workers is 0"),
+        (["--temp", str(tmp_path / "none")], "both must exist"),
+    ):
+        assert main([*argv, *flags]) == run.USAGE
+        assert message in capsys.readouterr().err

@@ -7,13 +7,10 @@ needs them, so that help is instant.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -69,19 +66,71 @@ def _add_trie(commands: argparse._SubParsersAction) -> None:
     trie = commands.add_parser("trie", help="build or inspect an n-gram trie").add_subparsers(
         required=True, metavar="ACTION"
     )
-    build = trie.add_parser("build", help="count n-grams of text or tokens")
-    build.add_argument(
-        "inputs", nargs="+", help="token shards (.npz), .jsonl (each line text or {'text': ...}) or .txt files"
-    )
-    build.add_argument("--out", required=True, help="file to write")
-    build.add_argument("--tokenizer", help="folder with a tokenizer.json, or 'embedded' (text needs one)")
-    build.add_argument("--responses", action="store_true", help="of token shards, count the responses only")
-    build.add_argument("--order", type=int, default=3, help="longest n-gram (default 3)")
-    build.add_argument("--min-count", type=int, default=1, help="drop rarer n-grams (default 1)")
-    build.set_defaults(command=_trie_build)
+    _add_trie_build(trie)
     info = trie.add_parser("info", help="size and order of a trie")
-    info.add_argument("path", help="file written by build")
+    info.add_argument("path", help="file written by build, or a published .trie file")
     info.set_defaults(command=_trie_info)
+    _add_trie_files(trie)
+
+
+def _add_trie_build(trie: argparse._SubParsersAction) -> None:
+    build = trie.add_parser("build", help="count n-grams of text or tokens")
+    add = build.add_argument
+    add(
+        "inputs",
+        nargs="+",
+        help="folders or files: .jsonl, .jsonl.gz, .jsonl.zst (each line text or {'text': ...}), .parquet, .txt, "
+        "token shards (.npz), token arrays (.npy)",
+    )
+    add("--out", required=True, help="file to write")
+    add("--tokenizer", help="folder with a tokenizer.json, or 'embedded' (text needs one)")
+    add("--responses", action="store_true", help="of token shards, count the responses only")
+    add("--order", type=int, default=3, help="longest n-gram (default 3)")
+    add("--min-count", type=_numbers, default=1, metavar="N[,N...]", help="drop rarer n-grams (default 1)")
+    add("--field", default="text", help="field or column that holds the text (default text)")
+    add("--eos", metavar="TOKEN", help="token put behind every text, by its text or id (default none)")
+    add("--special-tokens", action="store_true", help="let the tokenizer add its special tokens to every text")
+    add("--text-suffix", action="append", metavar=".EXT", help="ending of files that are one text each (default .txt)")
+    add("--on-error", choices=("report", "raise"), default="report", help="what a bad line does (default report)")
+    add("--workers", type=int, default=1, help="processes that read and count (default 1)")
+    add("--memory-mb", type=float, default=1024.0, help="working memory of all workers together (default 1024)")
+    add("--scheduler", metavar="ADDRESS", help="count on a Dask cluster that sees the same folders")
+    add("--temp", metavar="DIR", help="folder of temporary files (default: beside --out)")
+    build.set_defaults(command=_trie_build)
+
+
+def _numbers(text: str) -> int | tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(","))
+    return values[0] if len(values) == 1 else values
+
+
+def _add_trie_files(trie: argparse._SubParsersAction) -> None:
+    """Commands that make a trie file of others."""
+    imported = trie.add_parser("import", help="convert a .trie file as DART publishes it")
+    imported.add_argument("path", help="published file")
+    imported.add_argument("--tokenizer", help="folder with a tokenizer.json, or 'embedded': whose ids these are")
+    imported.add_argument("--vocab-size", type=int, help="ids are below it (default: of the tokenizer, else as found)")
+    imported.add_argument(
+        "--low-counts", choices=("refuse", "raise"), default="refuse", help="frequencies below 1 (default refuse)"
+    )
+    imported.add_argument("--memory-mb", type=int, default=4096, help="MiB for the conversion (default 4096)")
+    imported.set_defaults(command=_trie_import)
+    export = trie.add_parser("export", help="write a .trie file as DART publishes it")
+    export.add_argument("path", help="trie to convert")
+    export.set_defaults(command=_trie_export)
+    merge = trie.add_parser("merge", help="add up tries")
+    merge.add_argument("paths", nargs="+", help="tries of one order and tokenizer")
+    merge.set_defaults(command=_trie_merge)
+    threshold = trie.add_parser("threshold", help="drop rare n-grams; the others keep their counts")
+    threshold.add_argument("path", help="trie to thin out")
+    threshold.add_argument(
+        "--min-count", type=_numbers, required=True, metavar="N[,N...]", help="drop rarer n-grams, by length if several"
+    )
+    threshold.set_defaults(command=_trie_threshold)
+    for command in (imported, export, merge, threshold):
+        command.add_argument("--out", required=True, help="file to write")
+    for command in (imported, merge, threshold):
+        command.add_argument("--temp", metavar="DIR", help="folder of temporary files (default: that of --out)")
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -136,87 +185,108 @@ def _prompts(args: argparse.Namespace) -> int:
 
 
 def _trie_build(args: argparse.Namespace) -> int:
-    from workbench.search.trie import NgramTrie, vocabulary_fingerprint
+    from workbench.search.corpus import CorpusOptions
+    from workbench.search.count_corpus import count_corpus
+    from workbench.search.trie import vocabulary_fingerprint
 
     tokenizer = _tokenizer(args.tokenizer) if args.tokenizer else None
     vocabulary = tokenizer.get_vocab() if tokenizer else {}
-    sequences = [ids for name in args.inputs for ids in _sequences(Path(name), tokenizer, args.responses)]
-    trie = NgramTrie.count(
-        sequences,
-        order=args.order,
-        min_count=args.min_count,
+    options = CorpusOptions(
+        tokenizer=str(_tokenizer_file(args.tokenizer)) if args.tokenizer else None,
+        field=args.field,
+        eos_id=None if args.eos is None else _token_id(args.eos, vocabulary),
+        special_tokens=args.special_tokens,
+        responses=args.responses,
+        text_suffixes=tuple(args.text_suffix or (".txt",)),
+        on_error=args.on_error,
+    )
+    counted = count_corpus(
+        args.inputs,
+        args.out,
+        args.order,
+        args.min_count,
         vocab_size=max(vocabulary.values()) + 1 if vocabulary else None,
         fingerprint=vocabulary_fingerprint(vocabulary) if vocabulary else "",
+        options=options,
+        workers=args.workers,
+        memory_mb=args.memory_mb,
+        cluster=args.scheduler,
+        spill_dir=args.temp,
+        progress=sys.stderr.isatty(),
     )
-    trie.save(args.out)
+    if counted.problems:
+        print("\n".join(counted.reports), file=sys.stderr)
+        print(f"left out {counted.problems} bad lines ({len(counted.reports)} shown)", file=sys.stderr)
     return _print_trie(args.out)
+
+
+def _token_id(token: str, vocabulary: dict[str, int]) -> int:
+    number = vocabulary.get(token, int(token) if token.isdecimal() else -1)
+    if vocabulary and number not in vocabulary.values():
+        raise ValueError(f"--eos is {token!r}, allowed: a token of the vocabulary, or its id")
+    return number
 
 
 def _trie_info(args: argparse.Namespace) -> int:
     return _print_trie(args.path)
 
 
+def _trie_import(args: argparse.Namespace) -> int:
+    from workbench.search.trie import NgramTrie, vocabulary_fingerprint
+
+    vocabulary = _tokenizer(args.tokenizer).get_vocab() if args.tokenizer else {}
+    size, name = args.vocab_size, ""
+    if vocabulary:
+        size, name = size or max(vocabulary.values()) + 1, vocabulary_fingerprint(vocabulary)
+    show = sys.stderr.isatty()
+    NgramTrie.import_dart(args.path, args.out, size, name, args.low_counts, args.memory_mb, args.temp, show)
+    return _print_trie(args.out)
+
+
+def _trie_export(args: argparse.Namespace) -> int:
+    from workbench.search.trie import NgramTrie
+
+    NgramTrie.open(args.path).export_dart(args.out, progress=sys.stderr.isatty())
+    return _print_trie(args.out)
+
+
+def _trie_merge(args: argparse.Namespace) -> int:
+    from workbench.search.trie_merge import merge_tries
+
+    merge_tries(args.paths, args.out, args.temp, progress=sys.stderr.isatty())
+    return _print_trie(args.out)
+
+
+def _trie_threshold(args: argparse.Namespace) -> int:
+    from workbench.search.trie_merge import threshold_trie
+
+    threshold_trie(args.path, args.out, args.min_count, args.temp, progress=sys.stderr.isatty())
+    return _print_trie(args.out)
+
+
 def _print_trie(path: str) -> int:
+    from workbench.search.published_read import published_info
     from workbench.search.trie import NgramTrie
     from workbench.show.tables import text_table
 
-    print(text_table([{"field": k, "value": str(v)} for k, v in NgramTrie.open(path).info().items()], max_width=200))
+    info = published_info(path) or NgramTrie.open(path).info()
+    print(text_table([{"field": k, "value": str(v)} for k, v in info.items()], max_width=200))
     return 0
 
 
 def _tokenizer(name: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
+    return Tokenizer.from_file(str(_tokenizer_file(name)))
+
+
+def _tokenizer_file(name: str) -> Path:
     from workbench.models.embedded import embedded_folder
 
     file = (embedded_folder() if name == "embedded" else Path(name)) / "tokenizer.json"
     if not file.is_file():
         raise ValueError(f"--tokenizer: {file} does not exist; allowed: a folder with a tokenizer.json, or 'embedded'")
-    return Tokenizer.from_file(str(file))
-
-
-def _sequences(path: Path, tokenizer: Tokenizer | None, responses: bool) -> Iterator[np.ndarray]:
-    """Token sequences of one input file: those of a shard, one a line of .jsonl, one for a whole .txt."""
-    if path.suffix not in (".npz", ".jsonl", ".txt") or not path.is_file():
-        raise ValueError(f"input {str(path)!r}: need an existing .npz, .jsonl or .txt file")
-    if path.suffix == ".npz":
-        yield from _shard(path, responses)
-        return
-    if tokenizer is None:
-        raise ValueError(f"input {str(path)!r} is text; name its tokenizer with --tokenizer")
-    text = path.read_text(encoding="utf-8-sig")
-    # Lines of JSON end in \n alone: other separators may stand inside a string.
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    documents = [text] if path.suffix == ".txt" else [_line_text(path, i, line) for i, line in lines]
-    for document in documents:
-        yield np.asarray(tokenizer.encode(document, add_special_tokens=False).ids, np.int64)
-
-
-def _shard(path: Path, responses: bool) -> Iterator[np.ndarray]:
-    """Samples of a token shard with arrays tokens, offsets [n+1] and prompt_len [n]."""
-    with np.load(path, allow_pickle=False) as archive:
-        missing = {"tokens", "offsets", *(["prompt_len"] if responses else [])} - set(archive.files)
-        if missing:
-            raise ValueError(f"input {str(path)!r} lacks the arrays {sorted(missing)}")
-        arrays = {name: archive[name] for name in archive.files}
-    offsets = arrays["offsets"]
-    starts = offsets[:-1] + (arrays["prompt_len"] if responses else 0)
-    bounds = np.concatenate([starts, offsets])
-    if (starts > offsets[1:]).any() or bounds.min(initial=0) < 0 or bounds.max(initial=0) > len(arrays["tokens"]):
-        raise ValueError(f"input {str(path)!r}: offsets or prompt_len point outside the tokens or backwards")
-    for start, stop in zip(starts, offsets[1:], strict=True):
-        yield arrays["tokens"][start:stop]
-
-
-def _line_text(path: Path, number: int, line: str) -> str:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
-        value = None
-    text = value.get("text") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise ValueError(f"{path}, line {number}: need a JSON string or an object with a string 'text'")
-    return text
+    return file
 
 
 if __name__ == "__main__":

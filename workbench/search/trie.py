@@ -18,8 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from workbench.search import _jit
-from workbench.search.ngram_count import Level, count_levels, drop_rare, flatten
-from workbench.search.trie_format import HEADER_BYTES, MAX_ORDER, MIN_ORDER, TrieHeader, pack_header, read_header
+from workbench.search.ngram_count import Level, check_order, count_levels, drop_rare, flatten
+from workbench.search.published_export import export_published
+from workbench.search.published_trie import import_published
+from workbench.search.trie_format import HEADER_BYTES, TrieHeader, pack_header, read_header
+from workbench.search.trie_reader import TrieReader
 
 Ids = Sequence[int] | np.ndarray
 
@@ -64,16 +67,12 @@ class NgramTrie:
         Raises:
             ValueError: an argument or an id is out of range.
         """
-        if not MIN_ORDER <= order <= MAX_ORDER:
-            raise ValueError(f"order is {order}, allowed {MIN_ORDER}..{MAX_ORDER}")
-        min_counts = (min_count,) * order if np.ndim(min_count) == 0 else tuple(min_count)
-        if len(min_counts) != order or min(min_counts) < 1:
-            raise ValueError(f"min_count is {min_count}, allowed: an integer >= 1, or one for each length 1..{order}")
-        flat = flatten(sequences, vocab_size)
-        levels = drop_rare(count_levels(flat, order), min_counts)
+        min_counts = check_order(order, min_count)
+        chunk = flatten(sequences, vocab_size)
+        levels = drop_rare(count_levels(chunk, order), min_counts)
         if vocab_size is None:
-            vocab_size = max((int(array.max()) for array in flat), default=0) + 1
-        return cls._from_levels(levels, vocab_size, sum(array.size for array in flat), fingerprint)
+            vocab_size = max(chunk.largest, 0) + 1
+        return cls._from_levels(levels, vocab_size, chunk.tokens.size, fingerprint)
 
     @classmethod
     def _from_levels(cls, levels: list[Level], vocab_size: int, total_tokens: int, fingerprint: str) -> NgramTrie:
@@ -129,6 +128,31 @@ class NgramTrie:
         except BaseException:
             os.unlink(temporary)
             raise
+
+    @classmethod
+    def import_dart(
+        cls,
+        path: str | Path,
+        out_path: str | Path,
+        vocab_size: int | None = None,
+        fingerprint: str = "",
+        low_counts: str = "refuse",
+        memory_mb: int = 4096,
+        folder: str | Path | None = None,
+        progress: bool = False,
+    ) -> NgramTrie:
+        """Converts a `.trie` file as DART publishes it and opens the result; see `import_published`."""
+        import_published(path, out_path, vocab_size, fingerprint, low_counts, memory_mb, folder, progress)
+        return cls.open(out_path)
+
+    def export_dart(self, path: str | Path, progress: bool = False) -> None:
+        """Writes a `.trie` file as DART publishes it; see `export_published`."""
+        if self.path is not None:
+            with TrieReader.open(self.path) as reader:
+                export_published(reader, path, progress)
+        else:
+            reader = TrieReader(self.header, lambda i, low, high: self._arrays[i][low:high], "trie")
+            export_published(reader, path, progress)
 
     @property
     def order(self) -> int:

@@ -1,0 +1,128 @@
+"""How fast n-grams are counted: in memory, and from files to a trie file.
+
+The corpus that goals refer to is about six million word-level tokens of Python source, which every machine that runs
+this has: the standard library and the installed packages.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from workbench.search.count_corpus import count_corpus
+from workbench.search.trie import NgramTrie
+
+T = TypeVar("T")
+
+#: A word, a sign, or a line's end with the indentation that follows.
+_WORD = re.compile(r"\w+|[^\w\s]|\n[ \t]*")
+
+
+def source_tokens(limit: int, folders: Sequence[str | Path] | None = None) -> tuple[list[np.ndarray], int]:
+    """Word-level tokens of Python source.
+
+    Args:
+        limit: stop after the file that reaches this many tokens.
+        folders: searched for .py files in this order; the standard library and installed packages when None.
+
+    Returns:
+        [T] int32 ids of every file, numbered by first occurrence, and the size of the vocabulary.
+
+    Raises:
+        ValueError: the folders hold no source.
+    """
+    if folders is None:
+        folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
+    numbers: dict[str, int] = {}
+    sequences: list[np.ndarray] = []
+    total = 0
+    for path in _source_files(folders):
+        words = _WORD.findall(path.read_text(encoding="utf-8", errors="replace"))
+        if words:
+            sequences.append(np.array([numbers.setdefault(word, len(numbers)) for word in words], np.int32))
+            total += len(words)
+        if total >= limit:
+            break
+    if not sequences:
+        raise ValueError(f"folders are {[str(folder) for folder in folders]}, allowed: folders that hold .py files")
+    return sequences, len(numbers)
+
+
+def count_speed(
+    sequences: Sequence[np.ndarray], order: int = 3, vocab_size: int | None = None, repeats: int = 5
+) -> dict[str, float]:
+    """Times `NgramTrie.count` on one thread.
+
+    Returns:
+        tokens, seconds (best), median_seconds, count_mtok_s (million tokens a second, of the best), nodes and
+        bytes_per_node of the trie.
+    """
+    trie, seconds = _timed(lambda: NgramTrie.count(sequences, order, vocab_size=vocab_size), repeats)
+    info = trie.info()
+    nodes = {"nodes": info["num_nodes"], "bytes_per_node": info["bytes_per_node"]}
+    return _speeds(info["total_tokens"], seconds) | nodes
+
+
+def corpus_speed(
+    sequences: Sequence[np.ndarray],
+    order: int = 3,
+    vocab_size: int | None = None,
+    workers: int = 1,
+    memory_mb: float = 1024.0,
+    files: int = 4,
+    repeats: int = 3,
+) -> dict[str, float]:
+    """Times `count_corpus` from token shards on disk to a trie file, processes and merging included.
+
+    Returns:
+        As `count_speed`, without the trie, and spilled: how many pieces were merged.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        shards = Path(name) / "shards"
+        shards.mkdir()
+        for number in range(files):
+            some = sequences[number::files]
+            if some:
+                bounds = np.cumsum([0, *(len(ids) for ids in some)])
+                np.savez(shards / f"{number}.npz", tokens=np.concatenate(some), offsets=bounds)
+        options = {"order": order, "vocab_size": vocab_size, "workers": workers, "memory_mb": memory_mb}
+        counted, seconds = _timed(lambda: count_corpus([shards], Path(name) / "out.trie", **options), repeats)
+    return _speeds(counted.tokens, seconds) | {"spilled": counted.spilled}
+
+
+def _source_files(folders: Sequence[str | Path]) -> Iterator[Path]:
+    seen: set[Path] = set()
+    for folder in folders:
+        for path in sorted(Path(folder).rglob("*.py")):
+            if path not in seen:  # the folder of packages may lie inside that of the standard library
+                seen.add(path)
+                yield path
+
+
+def _timed(function: Callable[[], T], repeats: int) -> tuple[T, list[float]]:
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}, allowed 1 or more")
+    function()  # compiles, and touches the memory
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = function()
+        seconds.append(time.perf_counter() - start)
+    return result, seconds
+
+
+def _speeds(tokens: int, seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        "tokens": tokens,
+        "seconds": min(seconds),
+        "median_seconds": statistics.median(seconds),
+        "count_mtok_s": tokens / min(seconds) / 1e6,
+    }
