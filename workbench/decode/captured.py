@@ -107,18 +107,15 @@ class CapturedRound:
     @torch.inference_mode()
     def prepare(self) -> None:
         """Captures all graphs of all buckets, over rounds without a request."""
-        policy = self._parts.drafter.policy
         self._staging.stage([], [], [], [], 0)
         for num_requests in self._buckets:
-            batch = self._staging.batch(num_requests)
+            batch, rows = self._staging.batch(num_requests), self._rows(num_requests)
             drafted = self._draft(batch)
-            num_rows = rows_of_bucket(policy, num_requests, self._max_rows)
-            rows = self._rows(num_requests, num_rows)
             chains = self._on_chains(drafted)
             self._parts.workspace.clear()
             if chains:
-                self.pool.run(("decide", num_requests), partial(self._pack_chains, batch, drafted, rows))
-            self.pool.run(("verify", num_requests, num_rows), partial(self._verify, rows, not chains))
+                self._decide_rows(batch, drafted, rows)
+            self._verify_rows(rows, not chains)
 
     def _draft(self, batch: Batch) -> Chains | Candidates | None:
         if self._session.on_host:
@@ -163,13 +160,11 @@ class CapturedRound:
         self, live: Sequence[LiveRequest], batch: Batch, drafted: Chains | None, limits: Sequence[int]
     ) -> RoundResult:
         """Lengths are decided on the device, so the host learns them with the outcome."""
-        num_requests, timer = len(batch.slots), self._parts.timer
-        num_rows = rows_of_bucket(self._parts.drafter.policy, num_requests, self._max_rows)
-        rows = self._rows(num_requests, num_rows)
+        rows, timer = self._rows(len(batch.slots)), self._parts.timer
         with timer.stage("allocate"):
-            self.pool.run(("decide", num_requests), partial(self._pack_chains, batch, drafted, rows))
+            self._decide_rows(batch, drafted, rows)
         with timer.stage("verify"):
-            outcome = self.pool.run(("verify", num_requests, num_rows), partial(self._verify, rows, False))
+            outcome = self._verify_rows(rows, branched=False)
         with timer.stage("accept"):
             read = _Reading(outcome, rows)
         with timer.stage("commit"):
@@ -177,7 +172,7 @@ class CapturedRound:
             self._advance(live, results)
         drafts = 0 if drafted is None else drafted.tokens.shape[1]
         outcomes = [Outcome(min(n - 1, drafts), *result) for n, result in zip(limits, results, strict=True)]
-        return RoundResult(outcomes, num_rows)
+        return RoundResult(outcomes, len(rows.tokens))
 
     def _run_trees(
         self,
@@ -192,22 +187,29 @@ class CapturedRound:
         proposed = self._session.trees(requests, drafted, timer)
         with timer.stage("allocate"):
             trees = policy.allocate(within_limits(proposed, requests, parts.target.vocab_size))
-        num_rows = rows_of_bucket(policy, num_requests, self._max_rows)
+        rows = self._rows(num_requests)
         with timer.stage("pack"):
-            parts.workspace.pack(trees, [x.slot for x in live], [x.committed for x in live], num_rows)
-        rows = self._rows(num_requests, num_rows)
+            parts.workspace.pack(trees, [x.slot for x in live], [x.committed for x in live], len(rows.tokens))
         with timer.stage("verify"):
-            outcome = self.pool.run(("verify", num_requests, num_rows), partial(self._verify, rows, True))
+            outcome = self._verify_rows(rows, branched=True)
         with timer.stage("accept"):
             read = _Reading(outcome, rows)
         with timer.stage("commit"):
             results = [(tree, read.accepted(r)) for r, tree in enumerate(trees)]
             self._advance(live, results)
         outcomes = [Outcome(p.num_nodes, tree, got) for p, (tree, got) in zip(proposed, results, strict=True)]
-        return RoundResult(outcomes, num_rows)
+        return RoundResult(outcomes, len(rows.tokens))
 
-    def _rows(self, num_requests: int, num_rows: int) -> DeviceRows:
+    def _rows(self, num_requests: int) -> DeviceRows:
+        """The workspace's rows of a bucket."""
+        num_rows = rows_of_bucket(self._parts.drafter.policy, num_requests, self._max_rows)
         return self._parts.workspace.device_rows(num_requests, num_rows, self._max_rows, self._max_context)
+
+    def _decide_rows(self, batch: Batch, drafted: Chains | None, rows: DeviceRows) -> None:
+        self.pool.run(("decide", len(rows.slots)), partial(self._pack_chains, batch, drafted, rows))
+
+    def _verify_rows(self, rows: DeviceRows, branched: bool) -> torch.Tensor:
+        return self.pool.run(("verify", len(rows.slots), len(rows.tokens)), partial(self._verify, rows, branched))
 
     def _pack_chains(self, batch: Batch, drafted: Chains | None, rows: DeviceRows) -> None:
         """Fills the workspace with as much of every chain as the policy lets pass."""

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from workbench.measure.kernel_times import copy_bandwidth, time_calls
+from workbench.models.cache import head_dim_of
 
 #: Bytes that are read, and side of the square matrices of the product.
 _LARGE = {"cuda": (1 << 30, 8192), "cpu": (1 << 26, 1024)}
@@ -124,7 +125,7 @@ def weight_bytes(config: PreTrainedConfig, itemsize: int = 2) -> WeightBytes:
 
 def kv_bytes(config: PreTrainedConfig, tokens: int, itemsize: int = 2) -> int:
     """Bytes of the keys and values of `tokens` tokens in all layers."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * _head_dim(config) * itemsize * tokens
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(config) * itemsize * tokens
 
 
 def product_flops(config: PreTrainedConfig, rows: int, logit_rows: int | None = None) -> int:
@@ -141,7 +142,7 @@ def product_flops(config: PreTrainedConfig, rows: int, logit_rows: int | None = 
 
 def attention_flops(config: PreTrainedConfig, pairs: int) -> int:
     """Operations of attention in all layers for `pairs` pairs of a row and a token that it attends."""
-    return 4 * config.num_hidden_layers * config.num_attention_heads * _head_dim(config) * pairs
+    return 4 * config.num_hidden_layers * config.num_attention_heads * head_dim_of(config) * pairs
 
 
 def forward_floor(
@@ -189,10 +190,6 @@ def forward_floor(
 
 def _layer_weights(config: PreTrainedConfig) -> int:
     """Numbers in the matrices of one decoder layer."""
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     width, kv_width = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     return config.hidden_size * (2 * width + 2 * kv_width + 3 * config.intermediate_size)
-
-
-def _head_dim(config: PreTrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench.search._jit import COUNT_OVERFLOW
 from workbench.search.ngram_count import Level
 from workbench.search.trie_format import (
     ARRAY_NAMES,
@@ -20,8 +21,6 @@ from workbench.search.trie_format import (
     pack_header,
 )
 
-#: Stored count that means "look into the overflow table".
-COUNT_OVERFLOW = 65535
 _COPY_BYTES = 1 << 22
 _MAX_GAP = 1 << 18
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from workbench.models.cache import head_dim_of
 from workbench.train.block_objective import BlockObjective, tap_scale_of
 from workbench.train.data import Corpus, RowOrder, pack_best_fit, row_table
 from workbench.train.evaluate import Follow
@@ -109,7 +110,7 @@ class Recipe(ABC):
             "intermediate_size": self.intermediate_size or config.intermediate_size,
             "num_attention_heads": heads,
             "num_key_value_heads": self.num_kv_heads or min(heads, config.num_key_value_heads),
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "head_dim": head_dim_of(config),
             "max_position_embeddings": config.max_position_embeddings,
             "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
