@@ -149,9 +149,9 @@ class Verified:
             place += [paths[slot].index(i) if i in paths[slot] else -1 for i in range(count)]
         live, fill = len(positions), num_rows - len(positions)
         self.taps[live:] = torch.nan
-        requests = len(counts) + 1  # one that pads
-        zeros = torch.zeros(requests, dtype=torch.int64, device=device)
-        starts = torch.tensor([*self.first.values(), live, live], device=device)
+        padding = 6 - len(counts)  # requests in all, the same for every story that a graph is replayed over
+        zeros = torch.zeros(6, dtype=torch.int64, device=device)
+        starts = torch.tensor([*self.first.values(), *[live] * (padding + 1)], device=device)
         rows = [torch.tensor(x) for x in (positions + [0] * fill, slot_of_row + [0] * fill, place + [-1] * fill)]
         rows = [x.to(device) for x in rows]
         self.rows = DeviceRows(
@@ -160,9 +160,9 @@ class Verified:
             slot_of_row=rows[1],
             kv_row=rows[0],
             ancestors=None,
-            slots=torch.tensor([*counts, 0], device=device),
+            slots=torch.tensor([*counts, *[0] * padding], device=device),
             starts=starts,
-            context_len=torch.tensor([*(lengths[s] for s in counts), 0], device=device),
+            context_len=torch.tensor([*(lengths[s] for s in counts), *[0] * padding], device=device),
             max_rows=16,
             max_context=64,
         )
@@ -379,7 +379,7 @@ def test_a_captured_round_is_replayed_over_other_contents(dtype, rtol):
         session._cache.kv.copy_(kept._cache.kv)
         for name in ("slots", "context_len", "anchors", "limits", "num_live"):
             getattr(batch, name).copy_(getattr(new_batch, name))
-        for name in ("positions", "slot_of_row"):
+        for name in ("positions", "slot_of_row", "starts"):
             getattr(verified.rows, name).copy_(getattr(new.rows, name))
         verified.accepted.place.copy_(new.accepted.place)
         verified.taps.copy_(new.taps.to(verified.taps))
