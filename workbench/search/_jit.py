@@ -5,7 +5,8 @@ callers (`trie.py`, `prune.py`) do. Array contents of a trie are not trusted: ch
 file can give wrong probabilities but no read outside the arrays.
 
 `trie` is always the tuple of `NgramTrie.arrays()`:
-(tokens, counts, starts, overflow_nodes, overflow_counts, num_roots, max_context).
+(tokens, counts, starts, overflow_nodes, overflow_counts, num_roots, max_context, code_counts). A quantised trie has no
+counts: its tokens are token << CODE_BITS | code, and code_counts [256] says what a code stands for; else it is empty.
 """
 
 from __future__ import annotations
@@ -16,6 +17,21 @@ from workbench.jit import compiled
 
 #: Stored count that means "look into the overflow table".
 COUNT_OVERFLOW = 65535
+
+#: Low bits of a token entry that hold the code of its count, in a quantised trie.
+CODE_BITS = 8
+
+
+@compiled
+def shift_of(trie):
+    """Bits below the token in an entry of trie[0]."""
+    return CODE_BITS if trie[7].size else 0
+
+
+@compiled
+def token_at(trie, node):
+    """Token of a node, int64."""
+    return np.int64(trie[0][node]) >> shift_of(trie)
 
 
 @compiled
@@ -45,13 +61,16 @@ def find_in_range(trie, low, high, token):
     """Node with this token among the siblings low..high-1, or -1."""
     if low >= high:
         return -1
-    place = last_at_most(trie[0], low, high, token)
-    return place if np.int64(trie[0][place]) == token else -1
+    shift = shift_of(trie)
+    place = last_at_most(trie[0], low, high, (token + 1 << shift) - 1)
+    return place if np.int64(trie[0][place]) >> shift == token else -1
 
 
 @compiled
 def count_of(trie, node):
-    """Exact count of a node as int64."""
+    """Count of a node as int64; exact unless the trie is quantised."""
+    if trie[7].size:
+        return np.int64(trie[7][trie[0][node] & 255])
     count = np.int64(trie[1][node])
     if count == COUNT_OVERFLOW and trie[3].size > 0:
         place = last_at_most(trie[3], 0, trie[3].size, node)
@@ -95,7 +114,7 @@ def match(trie, nodes, tokens, pending, num_pending, probs, lengths):
         num_pending: how many of them.
         probs, lengths: [C] float32 / int32; written for matched candidates, 0 is expected to be there before.
     """
-    keys = trie[0]
+    keys, shift = trie[0], shift_of(trie)
     for m in range(nodes.size - 1, -1, -1):
         low, high = children_of(trie, nodes[m])
         if low == high:
@@ -105,8 +124,8 @@ def match(trie, nodes, tokens, pending, num_pending, probs, lengths):
         for i in range(num_pending):
             slot = pending[i]
             token = tokens[slot]
-            low = last_at_most(keys, low, high, token)
-            if np.int64(keys[low]) == token:
+            low = last_at_most(keys, low, high, (token + 1 << shift) - 1)
+            if np.int64(keys[low]) >> shift == token:
                 lengths[slot] = m + 1
                 if total > 0:
                     probs[slot] = np.float32(min(1.0, max(0.0, count_of(trie, low) / total)))

@@ -142,8 +142,8 @@ def _context_tails(contexts: Sequence[Sequence[int] | np.ndarray], length: int) 
 
 def _no_trie() -> tuple:
     """Arrays of a trie without nodes, of the type that small vocabularies have, so that both share compiled code."""
-    types = (np.uint16, np.uint16, np.uint32, np.uint32, np.uint64)
-    arrays = [np.zeros(length, dtype) for length, dtype in zip((0, 0, 1, 0, 0), types, strict=True)]
-    for array in arrays:
+    types = (np.uint16, np.uint16, np.uint32, np.uint32, np.uint64, np.float64)
+    *arrays, codes = [np.zeros(length, dtype) for length, dtype in zip((0, 0, 1, 0, 0, 0), types, strict=True)]
+    for array in (*arrays, codes):
         array.flags.writeable = False
-    return (*arrays, 0, 0)
+    return (*arrays, 0, 0, codes)

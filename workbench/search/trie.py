@@ -41,7 +41,8 @@ class NgramTrie:
         self.header = header
         self.path = path
         self._arrays = tuple(arrays)
-        for array in self._arrays:
+        self._code_counts = np.empty(0)
+        for array in (*self._arrays, self._code_counts):
             array.flags.writeable = False
 
     @classmethod
@@ -175,8 +176,11 @@ class NgramTrie:
         return self.header.fingerprint
 
     def arrays(self) -> tuple:
-        """What compiled code takes: tokens, counts, starts, overflow nodes and counts, nodes of level 1, order - 1."""
-        return (*self._arrays, self.header.level_sizes[0], self.order - 1)
+        """What compiled code takes.
+
+        Tokens, counts, starts, overflow nodes and counts, nodes of level 1, order - 1, counts that codes stand for.
+        """
+        return (*self._arrays, self.header.level_sizes[0], self.order - 1, self._code_counts)
 
     def probability(self, context: Ids, tokens: Ids) -> tuple[np.ndarray, np.ndarray]:
         """P(token | context) with back-off for each token.
