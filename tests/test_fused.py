@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 from workbench.decode.rows import Workspace, pack_chunks
+from workbench.models.adapt import quicken
 from workbench.models.forwards import ForwardReport, SwitchedForward
 from workbench.models.fused import fuse_model, layer_weights, unfuse_model
 from workbench.models.target import Target
@@ -132,6 +133,18 @@ def test_whatever_goes_wrong_the_model_stays_as_it_was(error, where, tiny_llama,
     assert not hasattr(model, "workbench_forward") and "forward" not in vars(decoder.norm) | vars(decoder.rotary_emb)
     assert not any(isinstance(layer.forward, SwitchedForward) for layer in decoder.layers)
     assert_alike(Target(model, stop_ids=(), attention="tile", forward="stock"), tiny_llama, 1e-5)
+
+
+def test_auto_says_why_it_did_not_fuse(tiny_llama, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise ValueError("other caches")
+
+    monkeypatch.setattr("workbench.models.adapt.check_cache", refuse)
+    monkeypatch.setattr("workbench.models.adapt.compile_model", lambda model, report: None)
+    target = Target(stock_model(tiny_llama), stop_ids=(), attention="tile", forward="stock")
+    quicken(target, "auto")
+    assert (target.forward_report.kind, target.forward_report.reason) == ("compiled", "other caches")
+    assert "cannot be fused: other caches" in caplog.text
 
 
 def test_positions_up_to_the_last_one(tiny_llama):

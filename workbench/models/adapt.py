@@ -6,6 +6,7 @@ for fused layers caches, must be those from before. A model that fails gets back
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,10 @@ from workbench.models.packed import causal_rows
 if TYPE_CHECKING:
     from workbench.models.target import Target
 
-#: Relative difference of logits and caches that rounding can explain: in float32 (True) and in shorter dtypes (False).
+logger = logging.getLogger(__name__)
+
+#: Difference of logits and caches, relative by Frobenius norms, that rounding can explain: in float32 (True) and in
+#: shorter dtypes (False).
 _TOLERANCE = {True: 1e-3, False: 0.1}
 
 
@@ -79,14 +83,17 @@ def quicken(target: Target, wanted: str) -> None:
             raise ValueError(f"forward={wanted!r}: the model is {report.kind} already; load another copy of it")
         target.forward_report = report
         return
+    reason = ""
     if wanted != "compiled":
         try:
             _fuse(target)
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             if wanted == "fused":
                 raise ValueError(f"forward='fused': {error}") from error
+            reason = str(error)
+            logger.warning("compiling the target, since it cannot be fused: %s", reason)
     if target.forward_report is None:
-        report = ForwardReport("compiled")
+        report = ForwardReport("compiled", reason=reason)
         compile_model(model, report)
         target.forward_report = report
     model.workbench_forward = target.forward_report
@@ -123,12 +130,12 @@ def check_logits(target: Target, expected: torch.Tensor, found: torch.Tensor, ho
     Raises:
         ValueError: it does not, so it has something that is not known of.
     """
-    scale = expected.abs().max()
-    worst = (found - expected).abs().max() / scale
+    scale = expected.norm()
+    off = (found - expected).norm() / scale
     comparable = scale > 0 and torch.isfinite(scale)
-    if comparable and not worst <= _tolerance(target):
+    if comparable and not off <= _tolerance(target):
         raise ValueError(
-            f"{type(target.model).__name__} gives other logits {how} (relative difference {worst:.2g}): unsupported"
+            f"{type(target.model).__name__} gives other logits {how} (relative difference {off:.2g}): unsupported"
         )
 
 

@@ -45,12 +45,14 @@ class ForwardReport:
         kind: "compiled" or "fused".
         merged: products that were saved by merging weights.
         seconds: one entry a compiled piece, the time of the compiler.
+        reason: why "auto" did not fuse; "" where it did, or was not asked.
         places: where the weights are that it holds; None until it is made.
     """
 
     kind: str
     merged: int = 0
     seconds: list[float] = field(default_factory=list)
+    reason: str = ""
     places: WeightPlaces | None = field(default=None, repr=False, compare=False)
 
 
