@@ -189,9 +189,18 @@ def test_bytes_a_node(corpus, vocab_size, leaf_bytes):
 
 
 @pytest.fixture(scope="module")
-def small_file(tmp_path_factory) -> Path:
+def exact_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("trie") / "small.trie"
     NgramTrie.count([[1, 2, 3, 1, 2], [2, 3, 9], [0] * 66_000], fingerprint="test").save(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["exact", "quantised"])
+def small_file(request, exact_file) -> Path:
+    if request.param == "exact":
+        return exact_file
+    path = exact_file.with_name("quantised.trie")
+    NgramTrie.open(exact_file).quantise().save(path)
     return path
 
 
@@ -234,6 +243,8 @@ def with_header(data: bytes, changes: dict[int, bytes]) -> bytes:
         (16, struct.pack("<I", 6), "order is 6, allowed 2..5"),
         (16, struct.pack("<I", 2), "reserved header field"),
         (20, struct.pack("<I", 4), "bytes of an entry of tokens is 4, allowed 2"),
+        (24, struct.pack("<I", 1), "bytes of an entry of counts is 1, allowed 2"),
+        (24, struct.pack("<I", 0), "num_overflow is 3, allowed 0"),  # says quantised
         (32, struct.pack("<I", 1), "reserved header field"),
         (36, struct.pack("<Q", 2**33), "vocab_size"),
         (52, struct.pack("<Q", 2**63), "number of nodes"),
@@ -247,8 +258,27 @@ def with_header(data: bytes, changes: dict[int, bytes]) -> bytes:
         (230, b"x", "reserved header field"),
     ],
 )
-def test_header_fields_out_of_range_are_named(small_file, tmp_path, offset, value, message):
-    (tmp_path / "bad.trie").write_bytes(with_header(small_file.read_bytes(), {offset: value}))
+def test_header_fields_out_of_range_are_named(exact_file, tmp_path, offset, value, message):
+    (tmp_path / "bad.trie").write_bytes(with_header(exact_file.read_bytes(), {offset: value}))
+    with pytest.raises(ValueError, match=message):
+        NgramTrie.open(tmp_path / "bad.trie")
+
+
+@pytest.mark.parametrize("small_file", ["quantised"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({20: struct.pack("<I", 2)}, "bytes of an entry of tokens is 2, allowed 4"),
+        ({24: struct.pack("<I", 2)}, "bytes of an entry of tokens is 4, allowed 2"),
+        ({24: struct.pack("<I", 1)}, "bytes of an entry of tokens is 4, allowed 2"),
+        ({24: struct.pack("<I", 2), 36: struct.pack("<Q", 2**24)}, "offset of starts"),
+        ({36: struct.pack("<Q", 2**24 + 1)}, "vocab_size of a quantised trie is 16777217, allowed 1..16777216"),
+        ({92: struct.pack("<Q", 1)}, "num_overflow is 1, allowed 0"),
+        ({140: struct.pack("<Q", 1)}, "stated file size is 1"),
+    ],
+)
+def test_header_fields_of_a_quantised_file_are_checked(small_file, tmp_path, changes, message):
+    (tmp_path / "bad.trie").write_bytes(with_header(small_file.read_bytes(), changes))
     with pytest.raises(ValueError, match=message):
         NgramTrie.open(tmp_path / "bad.trie")
 

@@ -3,9 +3,11 @@
 import re
 
 import numpy as np
+import pytest
 
 from workbench import run
 from workbench.__main__ import main
+from workbench.search.trie import NgramTrie
 
 
 def test_trie_commands(tmp_path, capsys):
@@ -29,6 +31,33 @@ def test_trie_commands(tmp_path, capsys):
     ):
         assert main(["trie", *argv]) == run.USAGE
         assert message in capsys.readouterr().err
+
+
+def test_trie_quantise(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    shard, exact, small, wide = (tmp_path / name for name in ("a.npz", "exact.trie", "small.trie", "wide.trie"))
+    np.savez(shard, tokens=rng.integers(0, 70_000, 500), offsets=[0, 200, 500])
+    assert main(["trie", "build", str(shard), "--out", str(exact)]) == run.OK
+    assert re.search(r"^counts +exact$", capsys.readouterr().out, re.M)
+    assert main(["trie", "quantise", str(exact), "--out", str(small), "--temp", str(tmp_path)]) == run.OK
+    assert re.search(r"^counts +quantised$", capsys.readouterr().out, re.M)
+    assert small.stat().st_size < exact.stat().st_size
+    assert main(["trie", "build", str(shard), "--out", str(exact), "--quantised"]) == run.OK
+    assert exact.read_bytes() == small.read_bytes()
+    NgramTrie.count([[2**24]]).save(wide)
+    for argv, message in (
+        (["quantise", str(small)], "small.trie: counts are quantised, allowed: a trie with exact counts"),
+        (["merge", str(small), str(small)], "small.trie: counts are quantised"),
+        (["threshold", str(small), "--min-count", "2"], "small.trie: counts are quantised"),
+        (["quantise", str(wide)], "wide.trie: vocab_size of a quantised trie is 16777217, allowed 1..16777216"),
+        (["quantise", str(wide), "--temp", str(tmp_path / "none")], "allowed: an existing folder"),
+    ):
+        assert main(["trie", *argv, "--out", str(tmp_path / "out")]) == run.USAGE
+        assert message in capsys.readouterr().err
+    assert main(["trie", "export", str(small), "--out", str(tmp_path / "out")]) == run.OK
+    with pytest.raises(SystemExit) as stopped:
+        main(["trie", "--help"])
+    assert stopped.value.code == 0 and "up to 4.2% off" in " ".join(capsys.readouterr().out.split())
 
 
 def test_trie_from_text(tmp_path, capsys):

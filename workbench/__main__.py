@@ -87,6 +87,7 @@ def _add_trie_build(trie: argparse._SubParsersAction) -> None:
     add("--responses", action="store_true", help="of token shards, count the responses only")
     add("--order", type=int, default=3, help="longest n-gram (default 3)")
     add("--min-count", type=_numbers, default=1, metavar="N[,N...]", help="drop rarer n-grams (default 1)")
+    add("--quantised", action="store_true", help="keep counts in 8 bits, as the action 'quantise' does")
     add("--field", default="text", help="field or column that holds the text (default text)")
     add("--eos", metavar="TOKEN", help="token put behind every text, by its text or id (default none)")
     add("--special-tokens", action="store_true", help="let the tokenizer add its special tokens to every text")
@@ -127,9 +128,12 @@ def _add_trie_files(trie: argparse._SubParsersAction) -> None:
         "--min-count", type=_numbers, required=True, metavar="N[,N...]", help="drop rarer n-grams, by length if several"
     )
     threshold.set_defaults(command=_trie_threshold)
-    for command in (imported, export, merge, threshold):
+    quantise = trie.add_parser("quantise", help="keep counts in 8 bits: smaller if over 65,536 tokens, up to 4.2%% off")
+    quantise.add_argument("path", help="trie with exact counts")
+    quantise.set_defaults(command=_trie_quantise)
+    for command in (imported, export, merge, threshold, quantise):
         command.add_argument("--out", required=True, help="file to write")
-    for command in (imported, merge, threshold):
+    for command in (imported, merge, threshold, quantise):
         command.add_argument("--temp", metavar="DIR", help="folder of temporary files (default: that of --out)")
 
 
@@ -217,7 +221,7 @@ def _trie_build(args: argparse.Namespace) -> int:
     if counted.problems:
         print("\n".join(counted.reports), file=sys.stderr)
         print(f"left out {counted.problems} bad lines ({len(counted.reports)} shown)", file=sys.stderr)
-    return _print_trie(args.out)
+    return _quantise(args.out, args) if args.quantised else _print_trie(args.out)
 
 
 def _token_id(token: str, vocabulary: dict[str, int]) -> int:
@@ -261,6 +265,17 @@ def _trie_threshold(args: argparse.Namespace) -> int:
     from workbench.search.trie_merge import threshold_trie
 
     threshold_trie(args.path, args.out, args.min_count, args.temp, progress=sys.stderr.isatty())
+    return _print_trie(args.out)
+
+
+def _trie_quantise(args: argparse.Namespace) -> int:
+    return _quantise(args.path, args)
+
+
+def _quantise(path: str, args: argparse.Namespace) -> int:
+    from workbench.search.quantise import quantise_trie
+
+    quantise_trie(path, args.out, args.temp, progress=sys.stderr.isatty())
     return _print_trie(args.out)
 
 

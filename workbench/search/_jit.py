@@ -21,6 +21,12 @@ COUNT_OVERFLOW = 65535
 #: Low bits of a token entry that hold the code of its count, in a quantised trie.
 CODE_BITS = 8
 
+#: Up to so many siblings, comparing all of them is faster than searching; see tests/bench/layouts.py.
+FEW_SIBLINGS = 16
+
+#: Stands for a term that was not computed yet; real ones are at most 0.
+PENDING = 1.0
+
 
 @compiled
 def shift_of(trie):
@@ -80,9 +86,22 @@ def count_of(trie, node):
 
 
 @compiled
+def find_root(trie, token):
+    """Node of the n-gram of one token, or -1.
+
+    Tokens of the roots ascend and end in `last`, so there are at most `token` of them before it, and at most
+    last - token behind it: where most of a vocabulary occurs, hardly anything is left to search.
+    """
+    last = token_at(trie, trie[5] - 1) if trie[5] > 0 else -1
+    if not 0 <= token <= last:
+        return -1
+    return find_in_range(trie, max(0, trie[5] - 1 - (last - token)), min(trie[5], token + 1), token)
+
+
+@compiled
 def walk(trie, path):
     """Node reached from the root by the tokens of `path` ([n] int64, n >= 1), or -1."""
-    node = find_in_range(trie, 0, trie[5], path[0])
+    node = find_root(trie, path[0])
     for i in range(1, path.size):
         low, high = children_of(trie, node)
         node = find_in_range(trie, low, high, path[i])
@@ -104,45 +123,120 @@ def suffix_nodes(trie, context, nodes):
 
 
 @compiled
-def match(trie, nodes, tokens, pending, num_pending, probs, lengths):
-    """Per-token back-off over the suffix contexts `nodes`, longest first.
-
-    Args:
-        nodes: [max_context] node of the suffix of length m at m-1, or -1.
-        tokens: [C] int64 candidates.
-        pending: candidate indices to look up, in ascending order of their tokens; overwritten.
-        num_pending: how many of them.
-        probs, lengths: [C] float32 / int32; written for matched candidates, 0 is expected to be there before.
-    """
-    keys, shift = trie[0], shift_of(trie)
-    for m in range(nodes.size - 1, -1, -1):
-        low, high = children_of(trie, nodes[m])
-        if low == high:
-            continue
-        total = count_of(trie, nodes[m])
-        unmatched = 0
-        for i in range(num_pending):
-            slot = pending[i]
-            token = tokens[slot]
-            low = last_at_most(keys, low, high, (token + 1 << shift) - 1)
-            if np.int64(keys[low]) >> shift == token:
-                lengths[slot] = m + 1
-                if total > 0:
-                    probs[slot] = np.float32(min(1.0, max(0.0, count_of(trie, low) / total)))
-            else:
-                pending[unmatched] = slot
-                unmatched += 1
-        num_pending = unmatched
-        if num_pending == 0:
-            break
+def found_of(places):
+    """How many of them are not -1."""
+    found = 0
+    for c in range(places.size):
+        found += places[c] >= 0
+    return found
 
 
 @compiled
-def query(trie, context, tokens, pending, probs, lengths):
-    """Back-off probabilities of all `tokens` after `context`; arguments as in `match`."""
-    nodes = np.empty(trie[6], np.int64)
+def find_all(trie, low, high, tokens, places):
+    """Places of several tokens among the siblings low..high-1.
+
+    Few siblings are compared with all tokens, which takes vector instructions; among many, all tokens take the steps of
+    their binary searches together, so that the loads of a step overlap, in the pipeline and in memory.
+
+    Args:
+        low, high: range of siblings.
+        tokens: [C] int32; -1 is never found.
+        places: [C] int32, written: token c is at node low + places[c], or nowhere if that is -1.
+
+    Returns:
+        How many were found.
+    """
+    keys = trie[0][low:high]
+    shift = shift_of(trie) & 31  # a bound that the compiler can see keeps the arithmetic at 32 bits
+    if keys.size <= FEW_SIBLINGS:
+        places[:] = -1
+        for i in range(keys.size):
+            key = np.int32(np.uint32(keys[i]) >> shift)
+            for c in range(tokens.size):
+                places[c] = i if tokens[c] == key else places[c]
+        return found_of(places)
+    places[:] = 0
+    size = keys.size
+    while size > 1:
+        half = size >> 1
+        for c in range(tokens.size):
+            middle = places[c] + half
+            places[c] = middle if np.int32(np.uint32(keys[middle]) >> shift) <= tokens[c] else places[c]
+        size -= half
+    for c in range(tokens.size):
+        places[c] = places[c] if np.int32(np.uint32(keys[places[c]]) >> shift) == tokens[c] else -1
+    return found_of(places)
+
+
+@compiled
+def share_of(trie, node, total):
+    """Probability of a node, float32, given the count of its parent."""
+    return np.float32(min(1.0, max(0.0, count_of(trie, node) / total))) if total > 0 else np.float32(0.0)
+
+
+@compiled
+def counts_at(trie, low, places, counts):
+    """Counts of the nodes that were found, float32 (of others anything); True if one may be in the overflow table."""
+    if trie[7].size:
+        for c in range(places.size):
+            counts[c] = trie[7][trie[0][low + max(places[c], 0)] & 255]
+        return False
+    largest = np.int64(0)
+    for c in range(places.size):
+        count = np.int64(trie[1][low + max(places[c], 0)])
+        largest = max(largest, count)
+        counts[c] = count
+    return largest == COUNT_OVERFLOW
+
+
+@compiled
+def note_shares(trie, node, low, places, counts, length, probs, lengths):
+    """Sets probs and lengths of the tokens found among the children of `node` that had not been found before.
+
+    Most is done without branches on what was found, since that is as good as random. Below 2^24 counts are exact in
+    float32, and the quotient is that of float64, rounded.
+    """
+    total = count_of(trie, node)
+    if total >= 1 << 24 or total < 1 or counts_at(trie, low, places, counts):
+        for c in range(places.size):
+            if places[c] >= 0 and lengths[c] == 0:
+                probs[c], lengths[c] = share_of(trie, low + places[c], total), length
+        return
+    whole = np.float32(total)
+    for c in range(places.size):
+        new = (places[c] >= 0) & (lengths[c] == 0)
+        share = counts[c] / whole if counts[c] < whole else np.float32(1.0)
+        probs[c] = share if new else probs[c]
+        lengths[c] = length if new else lengths[c]
+
+
+@compiled
+def query(trie, context, tokens, scratch, probs, lengths):
+    """Per-token back-off over the suffixes of `context`, the longest first.
+
+    Args:
+        context: [G] int64.
+        tokens: [C] int32 candidates; -1 is unseen.
+        scratch: (nodes [max_context] int64, places [C] int32, counts [C] float32).
+        probs, lengths: [C] float32 / int32, written.
+    """
+    nodes, places, counts = scratch
     suffix_nodes(trie, context, nodes)
-    match(trie, nodes, tokens, pending, tokens.size, probs, lengths)
+    probs[:] = 0.0
+    lengths[:] = 0
+    for m in range(nodes.size - 1, -1, -1):
+        low, high = children_of(trie, nodes[m])
+        if low < high and find_all(trie, low, high, tokens, places):
+            note_shares(trie, nodes[m], low, places, counts, np.int32(m + 1), probs, lengths)
+
+
+@compiled
+def query_batch(trie, contexts, tokens, probs, lengths):
+    """`query` for contexts [Q, G] int64, right-aligned behind -1, and tokens [Q, C] int32; probs, lengths [Q, C]."""
+    width = tokens.shape[1]
+    scratch = (np.empty(trie[6], np.int64), np.empty(width, np.int32), np.empty(width, np.float32))
+    for q in range(tokens.shape[0]):
+        query(trie, contexts[q], tokens[q], scratch, probs[q], lengths[q])
 
 
 @compiled
@@ -167,28 +261,6 @@ def insert_ranked(ranked, size, limit, scores, item):
 
 
 @compiled
-def sort_slots(tokens, order):
-    """Fills `order` with the indices of `tokens` in ascending, stable order (insertion sort: rows are short)."""
-    for i in range(tokens.size):
-        token = tokens[i]
-        place = i
-        while place > 0 and tokens[order[place - 1]] > token:
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = i
-
-
-@compiled
-def extend_nodes(trie, old_nodes, token, new_nodes):
-    """Suffix nodes of a path extended by `token`, from those of the path: one step down each instead of a new walk."""
-    for m in range(new_nodes.size - 1, 0, -1):
-        low, high = children_of(trie, old_nodes[m - 1])
-        new_nodes[m] = find_in_range(trie, low, high, token)
-    if new_nodes.size > 0:
-        new_nodes[0] = find_in_range(trie, 0, trie[5], token)
-
-
-@compiled
 def log_terms(probs, weight, epsilon, terms):
     """terms = weight * ln(p + epsilon), at most 0 so that no child outscores its parent; NaN and p < 0 count as 0."""
     for c in range(probs.size):
@@ -201,7 +273,7 @@ def log_terms(probs, weight, epsilon, terms):
 @compiled
 def write_tree(root, ranked, kept, pool, used, tokens, parents, depths, scores):
     """Writes the kept expansions, best first, as a draft tree; returns its number of rows (root included)."""
-    place = np.zeros(used, np.int64)  # expansion -> row
+    place = pool[3]  # expansion -> row; beam rows are of no use any more
     tokens[0], parents[0], depths[0], scores[0] = root, -1, 0, 0.0
     for row in range(1, kept + 1):
         item = ranked[row - 1]
@@ -215,46 +287,122 @@ def write_tree(root, ranked, kept, pool, used, tokens, parents, depths, scores):
 
 
 @compiled
-def gram_terms(trie, nodes, ids, order, hopeful, weight, epsilon, scratch, terms):
-    """terms[c] = weight * ln(P(c | context) + epsilon), at most 0, for the candidates marked in `hopeful`.
-
-    `scratch` is (pending int64, probs float32, lengths int32), [C] each; `order` sorts `ids` ascending.
-    """
-    pending, probs, lengths = scratch
-    num_pending = 0
-    for i in range(ids.size):
-        probs[i] = 0.0
-        if hopeful[order[i]]:
-            pending[num_pending] = order[i]
-            num_pending += 1
-    match(trie, nodes, ids, pending, num_pending, probs, lengths)
-    missing = weight * np.log(epsilon)
-    for c in range(ids.size):
-        terms[c] = missing if probs[c] == 0.0 else min(0.0, weight * np.log(np.float64(probs[c]) + epsilon))
+def log_term(prob, weight, epsilon):
+    """weight * ln(p + epsilon), at most 0 so that no child outscores its parent."""
+    return min(0.0, weight * np.log(np.float64(prob) + epsilon))
 
 
 @compiled
-def next_beam(trie, plain, num_plain, eos, num_eos, pool, old_nodes, beam, nodes):
-    """The next beam (eos paths last) with its suffix nodes; returns its size."""
-    size = num_plain + num_eos
+def bigrams_of(trie, node, ids, memo, size):
+    """Slot of `memo` with the look-up of `ids` among the children of `node`, one token's; returns it and the new size.
+
+    Paths of a beam end in few different tokens, and this look-up is the one with most siblings, so a level does it once
+    for each. `memo` is (nodes [B], lows [B], places [B, C], terms [B, C]); terms are PENDING until they are needed.
+    """
+    nodes, lows, places, terms = memo
+    for slot in range(size):
+        if nodes[slot] == node:
+            return slot, size
+    low, high = children_of(trie, node)
+    find_all(trie, low, high, ids, places[size])
+    nodes[size], lows[size] = node, low
+    terms[size, :] = PENDING
+    return size, size + 1
+
+
+@compiled
+def gram_terms(trie, nodes, ids, hopeful, weight, epsilon, memo, slot, places, terms):
+    """terms[c] = weight * ln(P(c | context) + epsilon), at most 0, of the candidates that are `hopeful`.
+
+    Args:
+        nodes: [max_context] node of the suffix of length m at m-1, or -1.
+        ids, hopeful: [C].
+        memo, slot: see `bigrams_of`, for nodes[0].
+        places: [C] int32 scratch.
+        terms: [C] float64, written.
+    """
+    terms[:] = PENDING
+    for m in range(nodes.size - 1, 0, -1):
+        low, high = children_of(trie, nodes[m])
+        if low == high:
+            continue
+        find_all(trie, low, high, ids, places)
+        total = count_of(trie, nodes[m])
+        for c in range(ids.size):
+            if places[c] >= 0 and terms[c] == PENDING and hopeful[c]:
+                terms[c] = log_term(share_of(trie, low + places[c], total), weight, epsilon)
+    low, shorter, known = memo[1][slot], memo[2][slot], memo[3][slot]
+    for c in range(ids.size):
+        if terms[c] != PENDING or not hopeful[c]:
+            continue
+        if known[c] == PENDING:
+            seen = shorter[c] >= 0
+            prob = share_of(trie, low + shorter[c], count_of(trie, nodes[0])) if seen else np.float32(0.0)
+            known[c] = log_term(prob, weight, epsilon)
+        terms[c] = known[c]
+
+
+@compiled
+def touch_children(trie, nodes, size, firsts):
+    """Loads where the children of the suffix nodes of `size` paths begin, all before any of them is searched.
+
+    In a trie beyond the caches nearly every one of these loads misses. Here they wait for each other's answers at the
+    same time. `firsts` [B, max_context] int64 is scratch: what is stored in it keeps the loads.
+    """
     for row in range(size):
-        item = plain[row] if row < num_plain else eos[row - num_plain]
+        for m in range(nodes.shape[1]):
+            low, high = children_of(trie, nodes[row, m])
+            firsts[row, m] = low if low < high else 0
+    if trie[0].size:
+        for row in range(size):
+            for m in range(nodes.shape[1]):
+                firsts[row, m] = trie[0][firsts[row, m]]
+
+
+@compiled
+def next_beam(trie, picks, sizes, pool, old_nodes, memo, slots, roots, beam, nodes):
+    """The next beam (eos paths last) with the suffix nodes of its paths, one step down from those they extend.
+
+    Args:
+        picks, sizes: (plain, eos) expansions and how many of each.
+        old_nodes, slots: suffix nodes and slots of `memo` of the paths that were extended.
+        roots: [C] int32 node of each candidate of the level, or -1.
+        beam, nodes: written.
+
+    Returns:
+        Its size.
+    """
+    size = sizes[0] + sizes[1]
+    for row in range(size):
+        item = picks[0][row] if row < sizes[0] else picks[1][row - sizes[0]]
         beam[row] = item
-        extend_nodes(trie, old_nodes[pool[3][item]], np.int64(pool[0][item]), nodes[row])
+        if nodes.shape[1] == 0:
+            continue
+        column, old, slot = pool[4][item], pool[3][item], slots[pool[3][item]]
+        nodes[row, 0] = roots[column]
+        if nodes.shape[1] > 1:
+            place = memo[2][slot, column]
+            nodes[row, 1] = memo[1][slot] + place if place >= 0 else -1
+        for m in range(2, nodes.shape[1]):
+            low, high = children_of(trie, old_nodes[old, m - 1])
+            nodes[row, m] = find_in_range(trie, low, high, np.int64(pool[0][item]))
     return size
 
 
 @compiled
-def expand_level(trie, ids, terms, gram_weight, config, pool, used, beam, beam_size, nodes, ranked, kept, room, picks):
+def expand_level(trie, ids, terms, weight, config, pool, used, beam, beam_size, grams, kept_of, room, picks):
     """Expands every path of the beam by the candidates of one level.
 
     A path or candidate that cannot beat the worst of `num_nodes` kept nodes is skipped: scores never grow along a path,
     so neither it nor anything below it can be kept, and in the beam it could only follow paths that can.
 
     Args:
-        ids, terms: [C] candidates and their drafter terms.
-        pool: (token, parent, score, beam row) of all stored expansions; `used` of them so far.
-        ranked, kept: the best expansions so far, best first.
+        ids, terms: [C] candidates, int32, and their drafter terms.
+        weight: of the n-gram term.
+        pool: (token, parent, score, beam row, column) of all stored expansions; `used` of them so far.
+        grams: (nodes, memo, slots): [B, max_context] suffix nodes of the beam, without columns when n-grams do not
+            count; look-ups of the level, see `bigrams_of`, and which one each row of the beam uses, both written.
+        kept_of: (ranked, kept): the best expansions so far, best first.
         room: (plain, eos) places in the next beam.
         picks: (plain, eos) arrays that receive the next beam's expansions.
 
@@ -262,26 +410,29 @@ def expand_level(trie, ids, terms, gram_weight, config, pool, used, beam, beam_s
         used, kept, number of plain picks, number of eos picks.
     """
     width, num_nodes, epsilon, eos_id = ids.size, config[1], config[5], config[6]
-    order, hopeful = np.empty(width, np.int64), np.empty(width, np.bool_)
-    gram = np.zeros(width)
-    scratch = (np.empty(width, np.int64), np.empty(width, np.float32), np.empty(width, np.int32))
-    sort_slots(ids, order)
-    num_plain = num_eos = 0
+    (nodes, memo, slots), (ranked, kept) = grams, kept_of
+    hopeful, gram, places = np.empty(width, np.bool_), np.zeros(width), np.empty(width, np.int32)
+    num_plain = num_eos = num_slots = 0
     for row in range(beam_size):
         item = beam[row]
         base = pool[2][item] if item >= 0 else 0.0
         floor = pool[2][ranked[kept - 1]] if kept == num_nodes else -np.inf
-        if base <= floor:
-            continue
+        num_hopeful = 0
         for c in range(width):
             hopeful[c] = base + terms[c] > floor
-        if gram_weight > 0.0:
-            gram_terms(trie, nodes[row], ids, order, hopeful, gram_weight, epsilon, scratch, gram)
+            num_hopeful += hopeful[c]
+        if num_hopeful == 0:
+            continue
+        if nodes.shape[1]:
+            slots[row], num_slots = bigrams_of(trie, nodes[row, 0], ids, memo, num_slots)
+            if weight > 0.0:
+                gram_terms(trie, nodes[row], ids, hopeful, weight, epsilon, memo, slots[row], places, gram)
         for c in range(width):
             score = base + (terms[c] + gram[c])
             if not hopeful[c] or score <= floor:
                 continue
-            pool[0][used], pool[1][used], pool[2][used], pool[3][used] = ids[c], item, score, row
+            pool[0][used], pool[1][used], pool[2][used] = ids[c], item, score
+            pool[3][used], pool[4][used] = row, c
             kept = insert_ranked(ranked, kept, num_nodes, pool[2], used)
             if ids[c] == eos_id:
                 num_eos = insert_ranked(picks[1], num_eos, room[1], pool[2], used)
@@ -292,27 +443,43 @@ def expand_level(trie, ids, terms, gram_weight, config, pool, used, beam, beam_s
 
 
 @compiled
-def prune_one(ids, probs, context, trie, config, tokens, parents, depths, scores):
+def new_scratch(num_levels, width, beam_width, num_nodes, max_context):
+    """What `prune_one` works in: the pool of expansions, the kept ones, beams, their suffix nodes, look-ups."""
+    most = width + beam_width * width * (num_levels - 1)
+    pool = (
+        np.empty(most, np.int32), np.empty(most, np.int64), np.empty(most),
+        np.empty(most, np.int32), np.empty(most, np.int32),
+    )  # fmt: skip
+    picks = (np.empty(beam_width, np.int64), np.empty(beam_width, np.int64))
+    nodes = (np.empty((beam_width, max_context), np.int64), np.empty((beam_width, max_context), np.int64))
+    memo = (
+        np.empty(beam_width, np.int64), np.empty(beam_width, np.int64),
+        np.empty((beam_width, width), np.int32), np.empty((beam_width, width)),
+    )  # fmt: skip
+    rows = (np.empty(num_nodes, np.int64), np.empty(beam_width, np.int64), np.zeros(beam_width, np.int64))
+    return pool, picks, nodes, memo, rows, (np.empty(width), np.full(width, -1, np.int32))
+
+
+@compiled
+def prune_one(ids, probs, context, trie, config, scratch, tokens, parents, depths, scores):
     """One draft tree; see `workbench.search.prune.prune_trees` for the rule.
 
     Args:
-        ids, probs: [K, C] int64 / float32 candidates of every level.
+        ids, probs: [K, C] int32 / float32 candidates of every level.
         context: [n >= 1] int64, the root last.
         config: (beam_width, num_nodes, ngram_weight, level_exponent, logit_decay, epsilon, eos_id or -1).
+        scratch: see `new_scratch`.
         tokens, parents, depths, scores: [num_nodes + 1], written.
 
     Returns:
         Rows written, root included.
     """
-    beam_width, num_nodes, ngram_weight, exponent, decay, epsilon, eos_id = config
+    beam_width, _, ngram_weight, exponent, decay, epsilon, eos_id = config
     num_levels, width = ids.shape
-    most = width + beam_width * width * (num_levels - 1)
-    pool = (np.empty(most, np.int32), np.empty(most, np.int64), np.empty(most), np.empty(most, np.int32))
-    ranked, terms = np.empty(num_nodes, np.int64), np.empty(width)
-    picks = (np.empty(beam_width, np.int64), np.empty(beam_width, np.int64))
-    beam = np.full(beam_width, -1, np.int64)
-    nodes, next_nodes = np.empty((beam_width, trie[6]), np.int64), np.empty((beam_width, trie[6]), np.int64)
-    suffix_nodes(trie, context, nodes[0])
+    pool, picks, (nodes, next_nodes), memo, (ranked, beam, slots), (terms, roots) = scratch
+    beam[0] = -1
+    if nodes.shape[1]:
+        suffix_nodes(trie, context, nodes[0])
     used = kept = 0
     # `full_size` is the beam without skipping: eos paths get only the places that other paths cannot fill.
     beam_size = full_size = 1
@@ -326,9 +493,15 @@ def prune_one(ids, probs, context, trie, config, tokens, parents, depths, scores
         room = (plain_room, min(beam_width, full_size * width) - plain_room)
         used, kept, num_plain, num_eos = expand_level(
             trie, ids[level], terms, weight * ngram_weight if level > 0 else 0.0, config,
-            pool, used, beam, beam_size, nodes, ranked, kept, room, picks,
+            pool, used, beam, beam_size, (nodes, memo, slots), (ranked, kept), room, picks,
         )  # fmt: skip
-        beam_size = next_beam(trie, picks[0], num_plain, picks[1], num_eos, pool, nodes, beam, next_nodes)
+        if level == num_levels - 1:
+            break
+        if nodes.shape[1]:
+            find_all(trie, 0, trie[5], ids[level], roots)
+        sizes = (num_plain, num_eos)
+        beam_size = next_beam(trie, picks, sizes, pool, nodes, memo, slots, roots, beam, next_nodes)
+        touch_children(trie, next_nodes, beam_size, nodes)  # those of the level before are of no use any more
         nodes, next_nodes = next_nodes, nodes
         full_size = plain_room + room[1]
     root = context[context.size - 1]
@@ -336,8 +509,21 @@ def prune_one(ids, probs, context, trie, config, tokens, parents, depths, scores
 
 
 @compiled
-def prune_batch(ids, probs, contexts, context_lens, trie, config, tokens, parents, depths, scores, sizes):
-    """`prune_one` for R requests: ids, probs [R, K, C]; contexts [R, G], the last context_lens[r] entries are valid."""
+def prune_batch(ids, probs, contexts, context_lens, levels, limits, trie, config, out):
+    """`prune_one` for R requests.
+
+    Args:
+        ids, probs: [R, K, C].
+        contexts, context_lens: [R, G] and [R]: the last context_lens[r] >= 1 entries of a row are valid.
+        levels, limits: [R] levels that a request uses, and most rows of its tree.
+        out: (tokens, parents, depths, scores, sizes): [R, num_nodes + 1] and [R], written.
+    """
+    tokens, parents, depths, scores, sizes = out
+    num_levels, width = ids.shape[1:]
+    max_context = trie[6] if config[2] > 0.0 else 0
+    scratch = new_scratch(num_levels, width, config[0], config[1], max_context)
     for r in range(ids.shape[0]):
-        context = contexts[r, contexts.shape[1] - context_lens[r] :]
-        sizes[r] = prune_one(ids[r], probs[r], context, trie, config, tokens[r], parents[r], depths[r], scores[r])
+        context, depth = contexts[r, contexts.shape[1] - context_lens[r] :], levels[r]
+        tree = (tokens[r], parents[r], depths[r], scores[r])
+        found = prune_one(ids[r, :depth], probs[r, :depth], context, trie, config, scratch, *tree)
+        sizes[r] = min(found, limits[r])

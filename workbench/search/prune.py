@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from workbench.search import _jit
+from workbench.search.threads import SearchThreads
 from workbench.search.trie import NgramTrie
 from workbench.types import MAX_TREE_ROWS, DraftTree
 
@@ -67,6 +69,33 @@ class PruneConfig:
         return self.beam_width, self.num_nodes, weight, exponent, decay, float(self.epsilon), eos_id
 
 
+class TreeArrays(NamedTuple):
+    """Trees of R requests in arrays that belong to the caller; of request r the first sizes[r] rows count.
+
+    Attributes:
+        tokens, parents, depths: [R, num_nodes + 1] int32, the root first; its parent is -1.
+        scores: [R, num_nodes + 1] float32.
+        sizes: [R] int64 rows, root included.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    depths: np.ndarray
+    scores: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def empty(cls, num_requests: int, num_nodes: int) -> TreeArrays:
+        """Room for trees of up to `num_nodes` nodes."""
+        rows = (num_requests, num_nodes + 1)
+        columns = (np.empty(rows, np.int32), np.empty(rows, np.int32), np.empty(rows, np.int32))
+        return cls(*columns, np.empty(rows, np.float32), np.empty(num_requests, np.int64))
+
+    def tree(self, r: int) -> DraftTree:
+        """A copy of the tree of request r."""
+        return DraftTree(*(column[r, : self.sizes[r]].copy() for column in self[:4]))
+
+
 def prune_tree(
     topk_ids: np.ndarray,
     topk_probs: np.ndarray,
@@ -114,18 +143,96 @@ def prune_trees(
             f"topk_ids {ids.shape}, topk_probs {probs.shape}, {len(contexts)} contexts, "
             "allowed: twice [R, K >= 1, C >= 1], and R contexts"
         )
-    if ids.dtype.kind not in "iu" or (ids.size and (ids.min() < 0 or ids.max() >= 2**31)):
-        raise ValueError(f"topk_ids holds {ids.dtype} outside the ids, allowed 0..2147483647")
+    tails, lengths = _context_tails(contexts, 1 if trie is None else trie.order - 1)
+    out = TreeArrays.empty(len(ids), config.num_nodes)
+    prune_into(ids, probs, tails, lengths, trie, config, out)
+    return [out.tree(r) for r in range(len(ids))]
+
+
+def prune_into(
+    topk_ids: np.ndarray,
+    topk_probs: np.ndarray,
+    contexts: np.ndarray,
+    context_lens: np.ndarray,
+    trie: NgramTrie | None,
+    config: PruneConfig,
+    out: TreeArrays,
+    levels: np.ndarray | None = None,
+    limits: np.ndarray | None = None,
+    threads: SearchThreads | None = None,
+) -> None:
+    """`prune_trees` from arrays into arrays: nothing is converted that has the right type, no object a request is made.
+
+    Args:
+        topk_ids: [R, K, C] integers; int32 is taken as it is.
+        topk_probs: [R, K, C] floats; float32 is taken as it is.
+        contexts: [R, G] int64, right-aligned: the last context_lens[r] entries of row r count, the root last.
+        context_lens: [R] integers, 1..G.
+        trie: n-gram counts, None for no n-gram term.
+        config: tunables.
+        out: written; rows beyond a tree's size are left as they are.
+        levels: [R] integers, levels each request may use, 0..K; all when None.
+        limits: [R] integers, most rows of each tree, root included, 0 or more; num_nodes + 1 when None.
+        threads: shares the requests out; all on the caller's thread when None.
+
+    Raises:
+        ValueError: shapes or types disagree, or an id or a length is out of range.
+    """
+    num_requests, num_levels = topk_ids.shape[:2]
+    _check_into(topk_ids, topk_probs, contexts, context_lens, config, out)
+    each = {"levels": (levels, num_levels), "limits": (limits, config.num_nodes + 1)}
+    levels, limits = (_per_request(name, given, num_requests, most) for name, (given, most) in each.items())
+    ids, probs = np.ascontiguousarray(topk_ids, np.int32), np.ascontiguousarray(topk_probs, np.float32)
     settings = config.flat(use_ngrams=trie is not None)
     arrays = _no_trie() if trie is None else trie.arrays()
-    tails, lengths = _context_tails(contexts, 1 if trie is None else trie.order - 1)
-    rows = (len(ids), config.num_nodes + 1)
-    tokens, parents, depths = np.empty(rows, np.int32), np.empty(rows, np.int32), np.empty(rows, np.int32)
-    scores, sizes = np.empty(rows, np.float32), np.empty(len(ids), np.int64)
-    ids, probs = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(probs, np.float32)
-    _jit.prune_batch(ids, probs, tails, lengths, arrays, settings, tokens, parents, depths, scores, sizes)
-    columns = (tokens, parents, depths, scores)
-    return [DraftTree(*(column[r, :size] for column in columns)) for r, size in enumerate(sizes.tolist())]
+    per_request = (ids, probs, contexts, context_lens, levels, limits)
+
+    def work(low: int, high: int) -> None:
+        _jit.prune_batch(*(x[low:high] for x in per_request), arrays, settings, tuple(x[low:high] for x in out))
+
+    if threads is None:
+        work(0, num_requests)
+    else:
+        threads.over(num_requests, work)
+
+
+def _check_into(
+    ids: np.ndarray,
+    probs: np.ndarray,
+    contexts: np.ndarray,
+    context_lens: np.ndarray,
+    config: PruneConfig,
+    out: TreeArrays,
+) -> None:
+    """Refuses what compiled code would misread."""
+    num_requests = len(ids)
+    if ids.ndim != 3 or ids.shape != probs.shape or 0 in ids.shape[1:]:
+        raise ValueError(f"topk_ids {ids.shape}, topk_probs {probs.shape}, allowed: twice [R, K >= 1, C >= 1]")
+    if ids.dtype.kind not in "iu" or (ids.size and (ids.min() < 0 or ids.max() >= 2**31)):
+        raise ValueError(f"topk_ids holds {ids.dtype} outside the ids, allowed 0..2147483647")
+    if contexts.ndim != 2 or len(contexts) != num_requests or contexts.dtype != np.int64:
+        raise ValueError(f"contexts is {contexts.dtype} {contexts.shape}, allowed: int64 [{num_requests}, G >= 1]")
+    if context_lens.shape != (num_requests,) or context_lens.dtype != np.int64:
+        raise ValueError(f"context_lens is {context_lens.dtype} {context_lens.shape}, allowed: int64 [{num_requests}]")
+    if num_requests and not (context_lens.min() >= 1 and context_lens.max() <= contexts.shape[1]):
+        raise ValueError(f"context_lens are {context_lens.tolist()}, allowed 1..{contexts.shape[1]}")
+    roots = contexts[:, -1:]
+    if ((roots < 0) | (roots >= 2**31)).any():
+        raise ValueError(f"contexts end in {roots[:, 0].tolist()}, allowed: root ids in 0..2147483647")
+    rows = (num_requests, config.num_nodes + 1)
+    wanted = [(rows, np.int32)] * 3 + [(rows, np.float32), ((num_requests,), np.int64)]
+    for name, array, (shape, dtype) in zip(TreeArrays._fields, out, wanted, strict=True):
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            raise ValueError(f"out.{name} is {array.dtype} {array.shape}, allowed: contiguous {dtype.__name__} {shape}")
+
+
+def _per_request(name: str, given: np.ndarray | None, num_requests: int, most: int) -> np.ndarray:
+    """[R] int64 from what the caller gave, within 0..most."""
+    if given is None:
+        return np.full(num_requests, most, np.int64)
+    if given.shape != (num_requests,) or (given.size and given.min() < 0):
+        raise ValueError(f"{name} is {given.tolist()}, allowed: {num_requests} numbers of 0 or more")
+    return np.minimum(given, most).astype(np.int64)
 
 
 def _context_tails(contexts: Sequence[Sequence[int] | np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,22 +9,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import mmap
-import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from workbench.search import _jit
+from workbench.search.count_codes import MAX_COUNT_ERROR, NUM_CODES, code_counts, encode_counts
 from workbench.search.ngram_count import Level, check_order, count_levels, drop_rare, flatten
 from workbench.search.published_export import export_published
 from workbench.search.published_trie import import_published
-from workbench.search.trie_format import HEADER_BYTES, TrieHeader, pack_header, read_header
+from workbench.search.trie_format import HEADER_BYTES, MAX_VOCAB, TrieHeader, pack_header, read_header
 from workbench.search.trie_reader import TrieReader
+from workbench.search.trie_stream import atomic_file
 
 Ids = Sequence[int] | np.ndarray
+
+_PIECE = 1 << 20
 
 
 class NgramTrie:
@@ -41,7 +44,7 @@ class NgramTrie:
         self.header = header
         self.path = path
         self._arrays = tuple(arrays)
-        self._code_counts = np.empty(0)
+        self._code_counts = code_counts().astype(np.float64) if header.quantised else np.empty(0)
         for array in (*self._arrays, self._code_counts):
             array.flags.writeable = False
 
@@ -74,6 +77,23 @@ class NgramTrie:
         if vocab_size is None:
             vocab_size = max(chunk.largest, 0) + 1
         return cls._from_levels(levels, vocab_size, chunk.tokens.size, fingerprint)
+
+    def quantise(self) -> NgramTrie:
+        """The same n-grams with counts of 8 bits, wrong by at most 1/24 of themselves; see `count_codes.py`.
+
+        A file of any size is quantised by `quantise_trie`.
+
+        Raises:
+            ValueError: the counts are quantised already, the vocabulary is over 2^24, or a mapped file is damaged.
+        """
+        if self.header.quantised:
+            raise ValueError("counts of the trie are quantised, allowed: a trie with exact counts")
+        header = replace(self.header, num_overflow=0, data_crc=0, quantised=True)
+        tokens, reader = self._arrays[0].astype("<u4") << _jit.CODE_BITS, self._reader()
+        for low in range(0, tokens.size, _PIECE):
+            tokens[low : low + _PIECE] |= encode_counts(reader.counts(low, min(low + _PIECE, tokens.size)))
+        empty = (np.empty(0, dtype) for dtype in ("<u1", "<u4", "<u8"))
+        return NgramTrie(header, (tokens, next(empty), self._arrays[2], *empty))
 
     @classmethod
     def _from_levels(cls, levels: list[Level], vocab_size: int, total_tokens: int, fingerprint: str) -> NgramTrie:
@@ -118,17 +138,10 @@ class NgramTrie:
         for array, (dtype, length, offset) in zip(self._arrays, places, strict=True):
             start = offset - HEADER_BYTES
             body[start : start + length * dtype.itemsize] = array.view(np.uint8)
-        fields = {**vars(self.header), "data_crc": zlib.crc32(body)}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(pack_header(TrieHeader(**fields)))
-                file.write(body)
-            os.chmod(temporary, 0o644)  # mkstemp makes files private; a trie is data to share
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        header = replace(self.header, data_crc=zlib.crc32(body))
+        with atomic_file(path) as file:
+            file.write(pack_header(header))
+            file.write(body)
 
     @classmethod
     def import_dart(
@@ -147,13 +160,16 @@ class NgramTrie:
         return cls.open(out_path)
 
     def export_dart(self, path: str | Path, progress: bool = False) -> None:
-        """Writes a `.trie` file as DART publishes it; see `export_published`."""
+        """Writes a `.trie` file as DART publishes it; see `export_published`. Codes become what they stand for."""
         if self.path is not None:
-            with TrieReader.open(self.path) as reader:
+            with TrieReader.open(self.path, allow_quantised=True) as reader:
                 export_published(reader, path, progress)
         else:
-            reader = TrieReader(self.header, lambda i, low, high: self._arrays[i][low:high], "trie")
-            export_published(reader, path, progress)
+            export_published(self._reader(), path, progress)
+
+    def _reader(self) -> TrieReader:
+        name = "trie" if self.path is None else f"trie file {self.path}"
+        return TrieReader(self.header, lambda i, low, high: self._arrays[i][low:high], name)
 
     @property
     def order(self) -> int:
@@ -195,9 +211,46 @@ class NgramTrie:
         Raises:
             ValueError: an argument is not one axis of integers.
         """
-        context, tokens = _ids("context", context), _ids("tokens", tokens)
-        probs, lengths = np.zeros(tokens.size, np.float32), np.zeros(tokens.size, np.int32)
-        _jit.query(self.arrays(), context, tokens, np.argsort(tokens), probs, lengths)
+        context, tokens = _ids("context", context)[1 - self.order :], _ids("tokens", tokens)
+        padded = np.full((1, self.order - 1), -1)
+        padded[0, padded.size - context.size :] = context
+        probs, lengths = self.probabilities(padded, tokens[None])
+        return probs[0], lengths[0]
+
+    def probabilities(
+        self,
+        contexts: np.ndarray,
+        tokens: np.ndarray,
+        probs: np.ndarray | None = None,
+        lengths: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`probability` of many contexts, in one compiled call that does not hold the interpreter lock.
+
+        Args:
+            contexts: [Q, G] int64, G >= order - 1, right-aligned behind -1; the last order - 1 columns count.
+            tokens: [Q, C] integer ids; int32 is taken as it is. Ids that no sequence holds are simply unseen.
+            probs: [Q, C] float32 to write into; new when None.
+            lengths: [Q, C] int32 to write into; new when None.
+
+        Returns:
+            `probs` and `lengths`.
+
+        Raises:
+            ValueError: shapes or types disagree.
+        """
+        width = self.order - 1
+        if contexts.ndim != 2 or contexts.shape[1] < width or contexts.dtype != np.int64:
+            raise ValueError(f"contexts is {contexts.dtype} {contexts.shape}, allowed: int64 [Q, {width} or more]")
+        if tokens.ndim != 2 or len(tokens) != len(contexts) or tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens is {tokens.dtype} {tokens.shape}, allowed: integers [{len(contexts)}, C]")
+        if tokens.dtype != np.int32:
+            tokens = np.where((tokens >= 0) & (tokens < MAX_VOCAB), tokens, -1).astype(np.int32)
+        probs = np.empty(tokens.shape, np.float32) if probs is None else probs
+        lengths = np.empty(tokens.shape, np.int32) if lengths is None else lengths
+        for name, array, dtype in (("probs", probs, np.float32), ("lengths", lengths, np.int32)):
+            if array.shape != tokens.shape or array.dtype != dtype:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, allowed: {np.dtype(dtype)} {tokens.shape}")
+        _jit.query_batch(self.arrays(), contexts[:, contexts.shape[1] - width :], tokens, probs, lengths)
         return probs, lengths
 
     def continuations(self, context: Ids, limit: int) -> tuple[np.ndarray, np.ndarray]:
@@ -217,15 +270,23 @@ class NgramTrie:
         for node in nodes[::-1]:
             low, high = _jit.children_of(arrays, node)
             if low < high:
-                counts = self._arrays[1][low:high].astype(np.float64)
-                for child in np.flatnonzero(counts == _jit.COUNT_OVERFLOW):
-                    counts[child] = _jit.count_of(arrays, low + child)
+                counts = self._counts(low, high)
                 best = np.argsort(-counts, kind="stable")[:limit]
-                return self._arrays[0][low + best].astype(np.int64), counts[best] / _jit.count_of(arrays, node)
+                tokens = self._arrays[0][low + best].astype(np.int64) >> _jit.shift_of(arrays)
+                return tokens, counts[best] / _jit.count_of(arrays, node)
         return np.empty(0, np.int64), np.empty(0)
 
+    def _counts(self, low: int, high: int) -> np.ndarray:
+        """Counts of nodes low..high-1, float64."""
+        if self.header.quantised:
+            return self._code_counts[self._arrays[0][low:high] % NUM_CODES]
+        counts, arrays = self._arrays[1][low:high].astype(np.float64), self.arrays()
+        for child in np.flatnonzero(counts == _jit.COUNT_OVERFLOW):
+            counts[child] = _jit.count_of(arrays, low + child)
+        return counts
+
     def frequency(self, ngram: Ids) -> int:
-        """Occurrences of an n-gram, 0 when it is not stored or empty."""
+        """Occurrences of an n-gram (as its code says, in a quantised trie), 0 when it is not stored or empty."""
         path = _ids("ngram", ngram)
         return int(_jit.frequency(self.arrays(), path)) if path.size else 0
 
@@ -239,6 +300,8 @@ class NgramTrie:
             "total_tokens": self.header.total_tokens,
             "nodes_per_level": list(self.header.level_sizes),
             "num_nodes": self.num_nodes,
+            "counts": "quantised" if self.header.quantised else "exact",
+            "max_count_error": MAX_COUNT_ERROR if self.header.quantised else 0.0,
             "bytes": file_bytes,
             "bytes_per_node": file_bytes / max(1, self.num_nodes),
             "path": None if self.path is None else str(self.path),

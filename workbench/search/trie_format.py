@@ -9,9 +9,16 @@ children of each of them, and so on down to the n-grams of length G. Siblings ar
     overflow_nodes  [E] uint32, ascending node numbers
     overflow_counts [E] uint64, their exact counts
 
-So counts are exact whatever their size, and a leaf costs 4 or 6 bytes. Arrays begin at multiples of 64 bytes and follow
-each other in this order, hence their places follow from the sizes; the header states them all the same and
-`read_header` compares.
+So counts are exact whatever their size, and a leaf costs 4 or 6 bytes. A quantised trie (0 as its header's bytes a
+count) has counts of 8 bits, which `count_codes.py` describes, in the low bits of its tokens:
+
+    tokens          [N] uint32, token << 8 | code (vocabularies up to 2^24)
+    starts          as above; counts, overflow_nodes and overflow_counts are empty
+
+There a leaf costs 4 bytes, so quantising makes files smaller only for vocabularies over 65,536.
+
+Arrays begin at multiples of 64 bytes and follow each other in this order, hence their places follow from the sizes; the
+header states them all the same and `read_header` compares.
 """
 
 from __future__ import annotations
@@ -27,13 +34,15 @@ MAGIC = b"DBTRIE\r\n"
 VERSION = 1
 MIN_ORDER, MAX_ORDER = 2, 5
 MAX_VOCAB = 2**31
+MAX_QUANTISED_VOCAB = 2**24
 MAX_NODES = 2**32 - 1
 FINGERPRINT_LEN = 64
 ALIGNMENT = 64
 ARRAY_NAMES = ("tokens", "counts", "starts", "overflow_nodes", "overflow_counts")
 
-# magic, version, header bytes, order, bytes a token / a count / a start, 0, vocabulary, tokens counted, level sizes,
-# overflow entries, array offsets, file bytes, crc32 of the arrays, fingerprint; zeros and the header's crc32 follow.
+# magic, version, header bytes, order, bytes a token / a count (0 says quantised) / a start, 0, vocabulary, tokens
+# counted, level sizes, overflow entries, array offsets, file bytes, crc32 of the arrays, fingerprint; zeros and the
+# header's crc32 follow.
 _FIELDS = struct.Struct(f"<8s7IQQ{MAX_ORDER}QQ5QQI{FINGERPRINT_LEN}s")
 HEADER_BYTES = 256
 _CRC = struct.Struct("<I")
@@ -51,6 +60,7 @@ class TrieHeader:
         total_tokens: tokens that were counted.
         fingerprint: which tokenizer the ids belong to, "" when unknown.
         data_crc: crc32 of everything behind the header.
+        quantised: counts are kept as codes of 8 bits.
     """
 
     order: int
@@ -60,15 +70,18 @@ class TrieHeader:
     total_tokens: int
     fingerprint: str
     data_crc: int = 0
+    quantised: bool = False
 
     def __post_init__(self) -> None:
         _check("order", self.order, MIN_ORDER, MAX_ORDER)
         _check("vocab_size", self.vocab_size, 1, MAX_VOCAB)
+        if self.quantised:
+            _check("vocab_size of a quantised trie", self.vocab_size, 1, MAX_QUANTISED_VOCAB)
         if len(self.level_sizes) != self.order:
             raise ValueError(f"level_sizes has {len(self.level_sizes)} entries, allowed is one a length: {self.order}")
         _check("number of nodes", sum(self.level_sizes), 0, MAX_NODES)
         _check("level_sizes[0]", self.level_sizes[0], 0, self.vocab_size)
-        _check("num_overflow", self.num_overflow, 0, sum(self.level_sizes))
+        _check("num_overflow", self.num_overflow, 0, 0 if self.quantised else sum(self.level_sizes))
         if not self.fingerprint.isascii() or len(self.fingerprint) > FINGERPRINT_LEN:
             raise ValueError(f"fingerprint {self.fingerprint!r}, allowed: up to {FINGERPRINT_LEN} ASCII characters")
 
@@ -79,10 +92,13 @@ class TrieHeader:
 
     def layout(self) -> tuple[list[tuple[np.dtype, int, int]], int]:
         """(dtype, length, byte offset) of the five arrays in file order, and the size of the whole file."""
-        token_type = "<u2" if self.vocab_size <= 2**16 else "<i4"
-        types = [np.dtype(t) for t in (token_type, "<u2", "<u4", "<u4", "<u8")]
+        if self.quantised:
+            first_types, num_counts = ("<u4", "<u1"), 0
+        else:
+            first_types, num_counts = ("<u2" if self.vocab_size <= 2**16 else "<i4", "<u2"), self.num_nodes
+        types = [np.dtype(t) for t in (*first_types, "<u4", "<u4", "<u8")]
         inner = self.num_nodes - self.level_sizes[-1]
-        lengths = (self.num_nodes, self.num_nodes, inner + 1, self.num_overflow, self.num_overflow)
+        lengths = (self.num_nodes, num_counts, inner + 1, self.num_overflow, self.num_overflow)
         places, end = [], HEADER_BYTES
         for dtype, length in zip(types, lengths, strict=True):
             offset = -(-end // ALIGNMENT) * ALIGNMENT
@@ -90,15 +106,19 @@ class TrieHeader:
             end = offset + length * dtype.itemsize
         return places, end
 
+    def widths(self) -> list[int]:
+        """Bytes of an entry of tokens, counts and starts as the header states them."""
+        tokens, counts, starts = (dtype.itemsize for dtype, _, _ in self.layout()[0][:3])
+        return [tokens, 0 if self.quantised else counts, starts]
+
 
 def pack_header(header: TrieHeader) -> bytes:
     """The first 256 bytes of the file."""
     places, file_bytes = header.layout()
-    widths = [dtype.itemsize for dtype, _, _ in places[:3]]
     sizes = [*header.level_sizes, *[0] * (MAX_ORDER - header.order)]
     offsets = [offset for _, _, offset in places]
     fields = _FIELDS.pack(
-        MAGIC, VERSION, HEADER_BYTES, header.order, *widths, 0, header.vocab_size, header.total_tokens, *sizes,
+        MAGIC, VERSION, HEADER_BYTES, header.order, *header.widths(), 0, header.vocab_size, header.total_tokens, *sizes,
         header.num_overflow, *offsets, file_bytes, header.data_crc, header.fingerprint.encode(),
     )  # fmt: skip
     body = fields.ljust(HEADER_BYTES - _CRC.size, b"\0")
@@ -139,10 +159,11 @@ def _parse_header(data: bytes, file_bytes: int) -> TrieHeader:
     if zero or any(sizes[order:]) or any(data[_FIELDS.size : -_CRC.size]):
         raise ValueError("a reserved header field is not 0")
     text = name.rstrip(b"\0").decode("ascii", errors="replace")
-    header = TrieHeader(order, vocab_size, tuple(sizes[:order]), num_overflow, total_tokens, text, data_crc)
+    quantised = widths[ARRAY_NAMES.index("counts")] == 0
+    header = TrieHeader(order, vocab_size, tuple(sizes[:order]), num_overflow, total_tokens, text, data_crc, quantised)
     places, expected_bytes = header.layout()
-    for array, width, (dtype, _, _) in zip(ARRAY_NAMES, widths, places, strict=False):
-        _check(f"bytes of an entry of {array}", width, dtype.itemsize, dtype.itemsize)
+    for array, width, expected in zip(ARRAY_NAMES, widths, header.widths(), strict=False):
+        _check(f"bytes of an entry of {array}", width, expected, expected)
     for array, offset, (_, _, expected) in zip(ARRAY_NAMES, offsets, places, strict=True):
         _check(f"offset of {array}", offset, expected, expected)
     _check("stated file size", stated_bytes, expected_bytes, expected_bytes)

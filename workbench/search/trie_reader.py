@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from workbench.search._jit import CODE_BITS
+from workbench.search.count_codes import NUM_CODES, decode_counts
 from workbench.search.ngram_count import Level
 from workbench.search.trie_format import TrieHeader, read_header
 
@@ -33,14 +35,20 @@ class TrieReader:
 
     @classmethod
     @contextmanager
-    def open(cls, path: str | Path) -> Iterator[TrieReader]:
+    def open(cls, path: str | Path, allow_quantised: bool = False) -> Iterator[TrieReader]:
         """Reads a saved trie.
 
+        Args:
+            path: the file.
+            allow_quantised: inexact counts will do. What is made of a trie would else look as if they were exact.
+
         Raises:
-            ValueError: the file is foreign, newer, truncated, or its header is damaged.
+            ValueError: the file is foreign, newer, truncated, or its header is damaged, or its counts are inexact.
         """
         path = Path(path)
         header = read_header(path)
+        if header.quantised and not allow_quantised:
+            raise ValueError(f"trie file {path}: counts are quantised, allowed: a trie with exact counts")
         places, _ = header.layout()
         with path.open("rb", buffering=0) as file:
 
@@ -58,17 +66,28 @@ class TrieReader:
             ValueError: one is out of range.
         """
         tokens = self._read(0, low, high).astype(np.int64)
+        if self.header.quantised:
+            tokens >>= CODE_BITS
         bad = np.flatnonzero((tokens < 0) | (tokens >= self.header.vocab_size))
         if bad.size:
             raise self._damaged("token", low + bad[0], tokens[bad[0]], f"0..{self.header.vocab_size - 1}")
         return tokens
 
     def counts(self, low: int, high: int) -> np.ndarray:
-        """Exact counts of nodes low..high-1, int64.
+        """Counts of nodes low..high-1, int64; exact, or what their codes stand for.
 
         Raises:
             ValueError: one is 0 or beyond 2^63 - 1.
         """
+        counts = self._stored_counts(low, high)
+        bad = np.flatnonzero(counts < 1)
+        if bad.size:
+            raise self._damaged("count", low + bad[0], counts[bad[0]], "1 or more")
+        return counts
+
+    def _stored_counts(self, low: int, high: int) -> np.ndarray:
+        if self.header.quantised:
+            return decode_counts(self._read(0, low, high) % NUM_CODES)
         counts = self._read(1, low, high).astype(np.int64)
         nodes, large = self._overflow
         first, last = np.searchsorted(nodes, [low, high])
@@ -76,9 +95,6 @@ class TrieReader:
         if ((inside < 0) | (inside >= high - low)).any():
             raise ValueError(f"{self.name}: overflow_nodes are not ascending: the file is damaged")
         counts[inside] = large[first:last].astype(np.int64)
-        bad = np.flatnonzero(counts < 1)
-        if bad.size:
-            raise self._damaged("count", low + bad[0], counts[bad[0]], "1 or more")
         return counts
 
     def starts(self, level: int, low: int, high: int) -> np.ndarray:

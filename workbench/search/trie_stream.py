@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.search._jit import COUNT_OVERFLOW
+from workbench.search._jit import CODE_BITS, COUNT_OVERFLOW
+from workbench.search.count_codes import encode_counts
 from workbench.search.ngram_count import Level
 from workbench.search.trie_format import (
     ARRAY_NAMES,
@@ -117,11 +118,14 @@ class TrieWriter:
         order: longest n-gram.
         vocab_size: token ids are below it.
         fingerprint: which tokenizer the ids belong to.
+        quantised: keep counts as codes of 8 bits; the vocabulary then has up to 2^24 tokens.
     """
 
-    def __init__(self, spills: SpillFolder, order: int, vocab_size: int, fingerprint: str = "") -> None:
-        self._fields = (order, vocab_size, fingerprint)
-        places, _ = TrieHeader(order, vocab_size, (0,) * order, 0, 0, fingerprint).layout()
+    def __init__(
+        self, spills: SpillFolder, order: int, vocab_size: int, fingerprint: str = "", quantised: bool = False
+    ) -> None:
+        self._fields = {"order": order, "vocab_size": vocab_size, "fingerprint": fingerprint, "quantised": quantised}
+        places, _ = TrieHeader(level_sizes=(0,) * order, num_overflow=0, total_tokens=0, **self._fields).layout()
         self._spills = {name: spills.new(dtype.str) for name, (dtype, _, _) in zip(ARRAY_NAMES, places, strict=True)}
         self._sizes = [0]
         self._num_nodes = 0
@@ -144,11 +148,14 @@ class TrieWriter:
         if self._num_nodes + size > MAX_NODES:
             raise ValueError(f"number of nodes is over {self._num_nodes}, allowed 0..{MAX_NODES}")
         self._start_parents(chunk.parents, int(chunk.parents[-1]) + 1)
-        large = np.flatnonzero(chunk.counts >= COUNT_OVERFLOW)
-        self._spills["tokens"].append(chunk.tokens)
-        self._spills["counts"].append(np.minimum(chunk.counts, COUNT_OVERFLOW))
-        self._spills["overflow_nodes"].append(self._num_nodes + large)
-        self._spills["overflow_counts"].append(chunk.counts[large])
+        if self._fields["quantised"]:
+            self._spills["tokens"].append(chunk.tokens.astype(np.uint32) << CODE_BITS | encode_counts(chunk.counts))
+        else:
+            large = np.flatnonzero(chunk.counts >= COUNT_OVERFLOW)
+            self._spills["tokens"].append(chunk.tokens)
+            self._spills["counts"].append(np.minimum(chunk.counts, COUNT_OVERFLOW))
+            self._spills["overflow_nodes"].append(self._num_nodes + large)
+            self._spills["overflow_counts"].append(chunk.counts[large])
         self._num_nodes += size
         self._sizes[-1] += size
 
@@ -165,16 +172,13 @@ class TrieWriter:
         Raises:
             ValueError: a field of the header is out of range.
         """
-        order, vocab_size, fingerprint = self._fields
         self._spills["starts"].append(np.array([self._num_nodes]))
         num_overflow = self._spills["overflow_nodes"].size
         fields = {
-            "order": order,
-            "vocab_size": vocab_size,
-            "level_sizes": tuple(self._sizes[:order]),
+            **self._fields,
+            "level_sizes": tuple(self._sizes[: self._fields["order"]]),
             "num_overflow": num_overflow,
             "total_tokens": total_tokens,
-            "fingerprint": fingerprint,
         }
         header = TrieHeader(**fields)
         with atomic_file(path) as file:
