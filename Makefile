@@ -24,7 +24,11 @@ SMOKE := $(sort $(patsubst notebooks/params/%.yaml,%,$(wildcard notebooks/params
 STRIP := --extra-keys "metadata.papermill metadata.widgets cell.metadata.papermill cell.metadata.execution" \
 	--drop-tagged-cells injected-parameters
 
-.PHONY: help env embedded demo test test-gpu lint format lab smoke run strip clean
+# Search benchmarks: 2^20 bytes of the generated tries, and the .json file or folder of the record (a run folder if none).
+MB ?= 1024
+RECORD ?=
+
+.PHONY: help env embedded demo test test-gpu bench-search lint format lab smoke run strip clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +50,12 @@ test: embedded  ## all tests that need no GPU
 
 test-gpu: embedded  ## the tests that need a CUDA device
 	$(PY) -m pytest -m gpu
+
+# The generated tries go to a temporary folder that is removed whatever happens; TMPDIR says where.
+bench-search: $(READY)  ## benchmark trie and search, in and out of cache (2 GB of temporary files, a few minutes)
+	scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
+	TMPDIR=$$scratch OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/bench/bench_search.py --trie-mb $(MB) --record "$(RECORD)" \
+		--benchmark-columns=min,median,rounds --benchmark-group-by=func --benchmark-sort=name
 
 lint: $(READY)  ## check style, imports and notebooks; changes nothing
 	$(PY) -m ruff check .

@@ -16,6 +16,8 @@ from kernels.compact import compact
 from kernels.features import features
 from kernels.matvec import matvec, matvec_silu
 from kernels.pack import pack
+from kernels.pack_trees import pack_trees
+from kernels.prune import prune
 from kernels.ref.accept import accept as accept_reference
 from kernels.ref.allocate import allocate as allocate_reference
 from kernels.ref.choose import choose as choose_reference
@@ -24,6 +26,8 @@ from kernels.ref.features import features as features_reference
 from kernels.ref.matvec import matvec as matvec_reference
 from kernels.ref.matvec import matvec_silu as matvec_silu_reference
 from kernels.ref.pack import pack as pack_reference
+from kernels.ref.pack_trees import pack_trees as pack_trees_reference
+from kernels.ref.prune import prune as prune_reference
 from kernels.ref.rms_norm import rms_norm as rms_norm_reference
 from kernels.ref.rotate_write import rotate_write as rotate_write_reference
 from kernels.ref.silu_mul import silu_mul as silu_mul_reference
@@ -34,9 +38,11 @@ from kernels.tile_attention import attend_rows, attend_rows_plainly
 
 #: Name -> (kernel, reference), in the order of a round.
 KERNELS: dict[str, tuple[Callable, Callable]] = {
+    "prune": (prune, prune_reference),
     "features": (features, features_reference),
     "allocate": (allocate, allocate_reference),
     "pack": (pack, pack_reference),
+    "pack_trees": (pack_trees, pack_trees_reference),
     "rms_norm": (rms_norm, rms_norm_reference),
     "rotate_write": (rotate_write, rotate_write_reference),
     "attend_rows": (attend_rows, attend_rows_plainly),

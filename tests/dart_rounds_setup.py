@@ -10,7 +10,7 @@ import torch
 from dart_setup import CONFIG, HIDDEN, VOCAB, random_model
 from torch import nn
 
-from workbench.batch import AcceptedRows, Batch, Candidates, DeviceRows
+from workbench.batch import NUM_TAIL, AcceptedRows, Batch, Candidates, DeviceRows
 from workbench.drafters.dart import DartDrafter, DartSession
 from workbench.drafters.dart_config import DartConfig
 from workbench.drafters.dart_device import DartDeviceSession
@@ -59,16 +59,30 @@ def prefilled(maker: DartDrafter, lengths: dict[int, int], slots: int = SLOTS, m
     return session
 
 
-def batch(lengths: dict[int, int], bucket: int, device: torch.device | str = "cpu") -> Batch:
-    """The slots named in `lengths`, in that order, and padding."""
+def batch(
+    lengths: dict[int, int],
+    bucket: int,
+    device: torch.device | str = "cpu",
+    limits: Sequence[int] | None = None,
+    depths: Sequence[int] | None = None,
+) -> Batch:
+    """The slots named in `lengths`, in that order, and padding; by default each has room for its root."""
     pad = [0] * (bucket - len(lengths))
-    columns = [
-        [*lengths, *pad],
-        [*lengths.values(), *pad],
-        [*(int(STORIES[s].tokens[n]) for s, n in lengths.items()), *pad],
-        [*(1 for _ in lengths), *pad],
-    ]
-    return Batch(*(torch.tensor(c, device=device) for c in (*columns, [len(lengths)], [bucket])), MAX_LEN)
+    tails = np.full((bucket, NUM_TAIL), -1)
+    for tail, (slot, length) in zip(tails, lengths.items(), strict=False):
+        newest = STORIES[slot].tokens[: length + 1][-NUM_TAIL:]
+        tail[NUM_TAIL - len(newest) :] = newest
+    columns = {
+        "slots": [*lengths, *pad],
+        "context_len": [*lengths.values(), *pad],
+        "anchors": [*(int(STORIES[s].tokens[n]) for s, n in lengths.items()), *pad],
+        "limits": [*(limits or (1 for _ in lengths)), *pad],
+        "depths": [*(depths or (0 for _ in lengths)), *pad],
+        "num_live": [len(lengths)],
+        "budget": [bucket],
+    }
+    on_device = {name: torch.tensor(column, device=device) for name, column in columns.items()}
+    return Batch(**on_device, max_context=MAX_LEN, tails=torch.from_numpy(tails).to(device))
 
 
 def assert_candidates(got: Candidates, session: DartSession, slots: Sequence[int], **close) -> None:

@@ -22,7 +22,7 @@ from workbench.batch import Batch, Chains
 from workbench.budget import confidence, dvl, on_device
 from workbench.budget.confidence import confidence_features, draft_log_probs, normaliser_and_entropy, top_logits
 from workbench.budget.features import DraftFeatures
-from workbench.budget.on_device import device_decision, device_scores, rows_of_bucket
+from workbench.budget.on_device import device_decision, device_scores, rows_of_bucket, rows_of_each
 from workbench.budget.policy import BudgetPolicy, allocate_dvl, round_budget
 from workbench.budget.predictor import AcceptancePredictor, PredictorScorer
 from workbench.budget.scorers import gap_scores, minimum_scores, product_scores
@@ -342,6 +342,20 @@ def test_rows_of_a_bucket():
     for sizes in ((0, 16), (3, 0)):
         with pytest.raises(ValueError, match="=0 must be at least 1"):
             rows_of_bucket(build_policy("full"), *sizes)
+
+
+def test_which_policies_keep_the_first_rows_of_each():
+    """Trees too are cut so; what looks at scores, or is of somebody else, needs another way."""
+    for name, (scorer, _) in POLICIES.items():
+        made = build_policy(name, 4.5, product_scores if scorer in ("predictor", "oracle") else None)
+        assert rows_of_each(made, 60) == {"full": 60, "uniform": 4}.get(name), name
+    assert rows_of_each(build_policy("uniform", 20), 16) == 16
+
+    class Mine(BudgetPolicy):
+        pass
+
+    assert rows_of_each(Mine("full", build_policy("full").allocator), 16) is None
+    assert rows_of_each(object(), 16) is None
 
 
 @settings(max_examples=200, deadline=None)

@@ -19,11 +19,14 @@ from dart_rounds_setup import (
     prefilled,
 )
 from dart_setup import CONFIG, random_model
+from decision_setup import captured
 
+from workbench.batch import DraftTrees
 from workbench.drafters.ar import ArDrafter
 from workbench.drafters.dart import DartDrafter, DartSession
 from workbench.drafters.ngram import NgramDrafter
 from workbench.drafters.oracle import ScriptedDrafter
+from workbench.search.encode import ancestor_masks
 from workbench.search.prune import PruneConfig
 from workbench.search.trie import NgramTrie
 from workbench.types import Commit, DraftRequest
@@ -188,6 +191,53 @@ def test_trees_are_those_of_the_host() -> None:
         device.trees(requests, None, NoTimer())
 
 
+@pytest.mark.parametrize("order", [2, 3, 4, None])
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_trees_of_the_device_are_those_of_the_host(order: int | None, weight: float) -> None:
+    """With short contexts, limits of rows and of depth, and padding; also through a copy to the host."""
+    lengths = {3: 6, 0: 11, 4: 1, 1: 2, 6: MAX_LEN}
+    trie = None if order is None else NgramTrie.count([s.tokens.tolist() for s in STORIES], order=order)
+    options = {"trie": trie, "prune": PruneConfig(num_nodes=30, ngram_weight=weight, eos_id=7)}
+    session = prefilled(drafter(**options, search="device"), lengths)
+    limits = [(59, 99), (3, 99), (0, 99), (59, 2), (59, 1)]
+    requests = [
+        DraftRequest(s, STORIES[s].tokens[: n + 1], *limit)
+        for (s, n), limit in zip(lengths.items(), limits, strict=True)
+    ]
+    held = batch(lengths, 8, limits=[1 + most for most, _ in limits], depths=[depth for _, depth in limits])
+    device = session.on_device()
+    assert device.searches
+    drafted = device.draft(held)
+    assert isinstance(drafted, DraftTrees) and drafted.tokens.shape == (8, 31)
+    assert drafted.sizes.tolist()[:3] == [31, 4, 1] and drafted.sizes.tolist()[5:] == [0] * 3
+    on_host = device.trees(requests, drafted, NoTimer())
+    for r, expected in enumerate(session.propose(requests, NoTimer())):
+        size = len(expected.tokens)
+        assert int(drafted.sizes[r]) == size == len(on_host[r].tokens)
+        for name in ("tokens", "parents", "depths"):
+            wanted = getattr(expected, name)
+            np.testing.assert_array_equal(getattr(drafted, name)[r, :size].numpy(), wanted)
+            np.testing.assert_array_equal(getattr(on_host[r], name), wanted)
+            assert getattr(on_host[r], name).dtype == np.int32
+        np.testing.assert_allclose(on_host[r].scores, expected.scores, rtol=1e-4, atol=1e-5)
+        bits = drafted.ancestors[r, :size].numpy().view(np.uint64)
+        np.testing.assert_array_equal(bits, ancestor_masks(expected.parents))
+
+
+def test_what_a_search_on_the_device_needs() -> None:
+    session = prefilled(drafter(search="device"), {1: 4})
+    device, held = session.on_device(), batch({1: 4}, 1)
+    for missing in ("tails", "depths"):
+        with pytest.raises(ValueError, match="no tails or depths"):
+            device.draft(replace(held, **{missing: None}))
+    maker = drafter(search="device")
+    maker.embedding = torch.nn.Embedding(CONFIG.vocab_size - 1, CONFIG.hidden_size)
+    with pytest.raises(ValueError, match=r"vocab_size=97 of the draft network; allowed: up to 96"):
+        maker.session(1, 8).on_device()
+    with pytest.raises(ValueError, match="search='cpu'; allowed: auto, host, device"):
+        drafter(search="cpu")
+
+
 def test_bad_input_is_refused() -> None:
     session = prefilled(drafter(), TREES["lengths"])
     device, step = session.on_device(), Round(**TREES)
@@ -264,6 +314,33 @@ def overwrite(into: object, source: object) -> None:
     for name, value in vars(into).items():
         if isinstance(value, torch.Tensor):
             value.copy_(getattr(source, name))
+
+
+@pytest.mark.gpu
+def test_captured_trees_are_those_of_the_host() -> None:
+    """One capture of draft and search, replayed over other slots, contexts, limits and depths."""
+    start = {0: 6, 1: 11, 2: 1, 3: 4, 4: 2}
+    trie = NgramTrie.count([s.tokens.tolist() for s in STORIES], order=3)
+    options = {"trie": trie, "prune": PruneConfig(num_nodes=40)}
+    session = prefilled(drafter(GPU, **options, search="device"), start)
+    twin = prefilled(drafter(GPU, **options), start).on_device()
+    device, held = session.on_device(), batch({}, 4, GPU)
+    graph, drafted = captured(lambda: device.draft(held))
+    for slots, limits in ([[3, 0, 4], [(40, 9), (7, 9), (40, 2)]], [[2], [(40, 1)]], [[1, 4, 0, 2], [(40, 9)] * 4]):
+        live = {slot: start[slot] for slot in slots}
+        now = batch(live, 4, GPU, [1 + most for most, _ in limits], [depth for _, depth in limits])
+        overwrite(held, now)
+        graph.replay()
+        requests = [
+            DraftRequest(s, STORIES[s].tokens[: n + 1], *limit)
+            for (s, n), limit in zip(live.items(), limits, strict=True)
+        ]
+        expected = twin.trees(requests, twin.draft(now), NoTimer())
+        assert drafted.sizes.tolist()[len(live) :] == [0] * (4 - len(live))
+        for tree, wanted in zip(device.trees(requests, drafted, NoTimer()), expected, strict=True):
+            np.testing.assert_array_equal(tree.tokens, wanted.tokens)
+            np.testing.assert_array_equal(tree.parents, wanted.parents)
+            np.testing.assert_allclose(tree.scores, wanted.scores, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

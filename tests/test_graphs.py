@@ -154,6 +154,20 @@ def test_what_was_staged_before_is_gone():
     assert [x.data_ptr() for x in (again.slots, again.anchors, again.budget)] == addresses
 
 
+def test_tails_are_right_aligned():
+    staging = Staging(4, 100, CPU)
+    batch = staging.batch(4)
+    texts = [np.arange(10, 17), np.array([5]), np.array([8, 9, 10])]
+    staging.stage([2, 0, 1], [6, 0, 2], [16, 5, 10], [60, 60, 1], 16, [7, 3, 0], texts)
+    assert batch.tails.tolist() == [[13, 14, 15, 16], [-1, -1, -1, 5], [-1, 8, 9, 10], [-1] * 4]
+    assert batch.depths.tolist() == [7, 3, 0, 0] and batch.limits.tolist() == [60, 60, 1, 0]
+    assert batch.num_live.tolist() == [3] and batch.budget.tolist() == [16]
+    assert batch.tails.dtype == torch.int64 and batch.tails.is_contiguous()
+    staging.stage([1], [4], [6], [2], budget=1)
+    assert batch.tails.tolist() == [[-1] * 4] * 4 and batch.depths.tolist() == [0] * 4
+    assert staging.batch(2).tails.data_ptr() == batch.tails.data_ptr() and staging.batch(2).tails.shape == (2, 4)
+
+
 def test_sampling_is_kept_by_slot():
     staging = Staging(3, 10, CPU)
     staging.set_sampling(2, 0.7, 2**63 - 1)
@@ -170,8 +184,9 @@ def test_staging_reaches_the_device_in_place():
     staging = Staging(2, 10, CUDA)
     batch = staging.batch(2)
     for anchor in range(5):
-        staging.stage([1], [4], [anchor], [2], budget=anchor)
+        staging.stage([1], [4], [anchor], [2], anchor, [3], [np.array([7, anchor])])
         assert batch.anchors.tolist() == [anchor, 0] and batch.budget.tolist() == [anchor]
+        assert batch.tails.tolist() == [[-1, -1, 7, anchor], [-1] * 4] and batch.depths.tolist() == [3, 0]
 
 
 # Who has rounds on the device

@@ -259,6 +259,11 @@ def test_decision_rows(tables):
         assert row["us"] > 0 and row["error"] is None and row["floor_us"] == pytest.approx(row["bytes"] / 1e3)
     features = next(row for row in rows if row["kernel"] == "features")
     assert features["bytes"] == 2 * 15 * 50 * 4 and features["share"] > 0
+    searches = {row["case"]: row for row in rows if row["kernel"].startswith("prune")}
+    assert [text.split(",")[0] for text in searches] == [f"{n} x 7 levels of 25" for n in (2, 1, 3)]
+    assert all(row["share"] is None for row in searches.values())
+    trees = next(row for row in rows if row["kernel"] == "pack_trees")
+    assert trees["bytes"] == 2 * 60 * 64 and trees["case"] == "2 trees of 60"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -269,10 +274,43 @@ def test_decision_inputs_suit_kernel_and_reference(name):
     kernel, reference = kernel_and_reference(case.kernel)
     assert case.error(kernel, reference) <= case.tolerance
 
-    def wrong(*given):
-        return reference(*[part.flip(0) if part is given[0] else part for part in given])
+    def wrong(first, *others):
+        if isinstance(first, tuple):
+            return reference(first._replace(tokens=first.tokens.flip(0)), *others)
+        return reference(first.flip(0 if len(first) > 1 else 1), *others)
 
     assert case.error(wrong, reference) > case.tolerance
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "seen"),
+    [("scores", -1.25, True), ("scores", math.nan, True), ("ancestors", 0, True), ("tokens", 1, False)],
+)
+def test_trees_are_compared_row_by_row(field, value, seen):
+    """One entry of the last request is wrong, or one behind its tree."""
+    case = CASES["prune"](replace(SIZES, requests=7))
+    reference = kernel_and_reference("prune")[1]
+
+    def wrong(*given):
+        reference(*given)
+        out = given[-1]
+        if not seen:
+            out.sizes[-1] = 30
+            out.tokens[-1, 30:] = 5
+        getattr(out, field)[-1, 40] = value
+
+    def right(*given):
+        reference(*given)
+        given[-1].sizes[-1] = given[-1].sizes[-1] if seen else 30
+
+    sizes = case.outcome(reference, case.inputs[0])[-2].tolist()
+    assert [number for number, size in enumerate(sizes) if size] == [0, 2, 4, 6] and max(sizes) == 60
+    assert (case.error(wrong, right) > case.tolerance) == seen
+
+
+def test_a_long_call_is_made_once_an_input():
+    case = CASES["pack_trees"](SIZES)
+    assert len(case.calls(print)) == 16 and len(replace(case, short=False).calls(print)) == 1
 
 
 @pytest.mark.parametrize("name", ["features", "choose, greedy", "compact", "kv_write"])

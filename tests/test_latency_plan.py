@@ -64,7 +64,10 @@ def test_arms_by_number_of_requests():
         ({"arms": ["tile"]}, r"arms=\['tile'\].*control among arms"),
         ({"arms": ["control", "tile", "tile"]}, "each once"),
         ({"arms": ["control", "paper"]}, "each once in either"),
-        ({"most_requests_arms": ["none"]}, r"most_requests_arms=\['none'\]; allowed: ar, dart, control, paper, tile"),
+        (
+            {"most_requests_arms": ["none"]},
+            r"most_requests_arms=\['none'\]; allowed: ar, dart, dart_search, control, paper, tile",
+        ),
         ({"forward_cells": ["9 x chain1 @ 1"]}, r"forward_cells=\['9 x chain1 @ 1'\]; allowed: some of cells="),
         ({"forwards": ["auto"]}, r"forwards=\['auto'\]; allowed: stock, compiled, fused, each once"),
         ({"forwards": ["stock", "stock"]}, "each once"),

@@ -164,11 +164,11 @@ def test_step_rows(steps):
         dict.fromkeys(("control", "paper", "tile"), 48),
         dict.fromkeys(("launched", "allocation", "graphs"), 24),
     )
-    assert rows == {"ar": 3, "dart": 180} | dflash | dscale
+    assert rows == {"ar": 3, "dart": 180, "dart_search": 180} | dflash | dscale
     for row in steps:
         assert row["ms_min"] <= row["ms"] <= row["ms_max"] and row["num_eager"] == 0 and clean(row)
         assert 0 < sum(row["stage_ms"].values()) < 2 * row["ms"]
-        assert ("search" in row["stage_ms"]) == (row["method"] == "DART")
+        assert ("search" in row["stage_ms"]) == (row["arm"] == "dart")
         assert (row["decision_share"] is not None) == (row["method"] == "DScale")
         assert (row["reduction"] is None) == (row["method"] in ("AR", "DART"))
     control, graphs = (next(row for row in steps if row["arm"] == arm) for arm in ("control", "graphs"))
@@ -191,7 +191,7 @@ def test_stages_as_a_table(steps):
 def test_drafters_of_the_arms(target):
     drafters = arm_drafters(target, 8, seed=0)
     assert drafters.keys() == ARMS.keys()
-    policies = {arm: drafters[arm].policy.name for arm in ARMS if arm not in ("ar", "dart")}
+    policies = {arm: drafters[arm].policy.name for arm in ARMS if arm not in ("ar", "dart", "dart_search")}
     full, share = (
         dict.fromkeys(("control", "paper", "tile"), "full"),
         dict.fromkeys(("launched", "allocation", "graphs"), "dvl"),

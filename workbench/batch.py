@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from workbench.types import DraftRequest, DraftTree, Stopwatch
+
+#: G, newest tokens of a request that a search on the device knows: n-grams have at most this many before their last.
+NUM_TAIL = 4
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,14 @@ class Batch:
         slots: [R] int64, cache slot of each.
         context_len: [R] int64, committed tokens.
         anchors: [R] int64, newest token, the one that is not committed yet.
-        limits: [R] int64, most rows of each request, its root included; 0 for those that pad.
+        limits: [R] int64, most rows of each request, its root included; 0 for those that pad. For chains they bound
+            the depth too.
         num_live: [1] int64, requests that do not pad.
         budget: [1] int64, rows that a policy with a budget shares out.
         max_context: bound on context_len.
+        tails: [R, G] int64, newest tokens of each request, the root last; -1 in front of shorter ones. None where
+            nothing searches on the device, like depths.
+        depths: [R] int64, depth of the deepest node of a tree that is still useful; 0 for requests that pad.
     """
 
     slots: torch.Tensor
@@ -36,6 +43,8 @@ class Batch:
     num_live: torch.Tensor
     budget: torch.Tensor
     max_context: int
+    tails: torch.Tensor | None = None
+    depths: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,10 +120,35 @@ class Candidates:
     probs: torch.Tensor
 
 
+class DraftTrees(NamedTuple):
+    """Draft trees that a search on the device made, as the kernels take them: fields and order are theirs.
+
+    Row 0 of a request is its root; the first n rows are the tree of n rows. Rows from sizes[r] on mean nothing.
+
+    Attributes:
+        tokens, parents, depths: [R, N+1] int64, see `workbench.types.DraftTree`.
+        scores: [R, N+1] float32.
+        ancestors: [R, N+1] int64, the 64 bits of each row.
+        sizes: [R] int64, rows of each tree within its request's limits; 0 for requests that pad.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    scores: torch.Tensor
+    ancestors: torch.Tensor
+    sizes: torch.Tensor
+
+
+#: What a device session leaves of a draft; None for nothing.
+Drafted = Chains | Candidates | DraftTrees | None
+
+
 class DeviceSession(Protocol):
     """The part of a draft session that runs on the device with fixed shapes; state is that of the session itself.
 
     `draft` and `commit` read nothing on the host, so both can be captured. `advance` and `trees` run on the host.
+    A session with an attribute `searches` that is true makes draft trees in `draft`, and needs tails and depths there.
 
     Attributes:
         on_host: True if drafts come from `trees` alone, so that `draft` has nothing to do.
@@ -122,7 +156,7 @@ class DeviceSession(Protocol):
 
     on_host: bool
 
-    def draft(self, batch: Batch) -> Chains | Candidates | None:
+    def draft(self, batch: Batch) -> Drafted:
         """Drafts for every request of the bucket; None for a drafter that proposes nothing."""
         ...
 
@@ -134,8 +168,6 @@ class DeviceSession(Protocol):
         """Tells the session how many tokens `commit` added to each slot."""
         ...
 
-    def trees(
-        self, requests: Sequence[DraftRequest], drafted: Chains | Candidates | None, timer: Stopwatch
-    ) -> list[DraftTree]:
+    def trees(self, requests: Sequence[DraftRequest], drafted: Drafted, timer: Stopwatch) -> list[DraftTree]:
         """Draft trees of the live requests from what `draft` left, for a decision on the host."""
         ...

@@ -53,14 +53,27 @@ def device_decision(policy: Policy, width: int) -> Decision | None:
     # Of a subclass only its author knows whether the arithmetic here is still its own.
     if type(policy) is not BudgetPolicy:
         return None
-    if policy.allocator is allocate_full:
-        return partial(_at_most, width)
-    if policy.allocator is allocate_uniform:
-        return partial(_at_most, min(round(policy.rows), width))
+    rows = rows_of_each(policy, width)
+    if rows is not None:
+        return partial(_at_most, rows)
     scores = device_scores(policy.scorer, width)
     if policy.allocator is not allocate_dvl or scores is None:
         return None
     return partial(_shared_out, width, scores)
+
+
+def rows_of_each(policy: Policy, max_rows: int) -> int | None:
+    """Most rows of every draft, chain or tree, where a policy keeps the first rows of each and looks at no scores.
+
+    Args:
+        policy: any; None is returned for those that do more.
+        max_rows: rows that a draft may have, its root included.
+    """
+    if type(policy) is not BudgetPolicy:
+        return None
+    if policy.allocator is allocate_full:
+        return max_rows
+    return min(round(policy.rows), max_rows) if policy.allocator is allocate_uniform else None
 
 
 def device_scores(scorer: Scorer | None, width: int) -> DeviceScores | None:
@@ -100,8 +113,9 @@ def rows_of_bucket(policy: Policy, num_requests: int, max_rows: int) -> int:
     everything = num_requests * max_rows
     if type(policy) is not BudgetPolicy:
         return everything
-    if policy.allocator is allocate_uniform:
-        return num_requests * min(round(policy.rows), max_rows)
+    rows = rows_of_each(policy, max_rows)
+    if rows is not None:
+        return num_requests * rows
     if policy.allocator in (allocate_dvl, allocate_nodes):
         # At least a row a request, since a policy has no fewer.
         return min(round_budget(policy.rows, num_requests), everything)

@@ -170,6 +170,11 @@ class Engine:
         return self._rounds.pool.report if isinstance(self._rounds, CapturedRound) else None
 
     @property
+    def searches_on_device(self) -> bool:
+        """True if draft trees are made on the device."""
+        return isinstance(self._rounds, CapturedRound) and self._rounds.searches
+
+    @property
     def busy(self) -> bool:
         """True while a request waits or runs."""
         return bool(self._waiting or self._live)

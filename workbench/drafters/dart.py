@@ -7,6 +7,7 @@ once, when they are committed, and only the newest real row and the masks have q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,14 @@ from workbench.drafters.dart_device import CandidatesOf, DartDeviceSession
 from workbench.drafters.dart_files import load_dart
 from workbench.drafters.dart_model import DartModel
 from workbench.drafters.dart_state import DartState, num_candidates
+from workbench.drafters.device_search import DeviceSearch, resolve_search
 from workbench.drafters.dtype_option import resolve_dtype
 from workbench.drafters.layers import rotate
 from workbench.drafters.trie_option import TRIE, resolve_trie
 from workbench.drafters.weights_option import require_fit, weights_folder
 from workbench.models.target import Target
-from workbench.search.prune import PruneConfig, prune_trees
+from workbench.search.prune import PruneConfig, TreeArrays, context_tails, prune_into
+from workbench.search.threads import SearchThreads
 from workbench.search.trie import NgramTrie
 from workbench.types import Commit, DraftRequest, DraftTree, Policy, Stopwatch, root_tree
 
@@ -39,6 +42,14 @@ class DartDrafter:
         trie: n-gram counts; None searches without them.
         prune: settings of the search.
         policy: decides how much is verified; default everything.
+        search: where rounds on the device search, see `build_dart`; others search on the host.
+        search_threads: share the requests of a search on the host; None for the engine's own thread.
+
+    Attributes:
+        search: "host" or "device".
+
+    Raises:
+        ValueError: `search` is unknown.
     """
 
     name = "dart"
@@ -51,6 +62,8 @@ class DartDrafter:
         trie: NgramTrie | None = None,
         prune: PruneConfig | None = None,
         policy: Policy | None = None,
+        search: str = "host",
+        search_threads: SearchThreads | None = None,
     ) -> None:
         self.model = model
         self.embedding = embedding
@@ -59,6 +72,13 @@ class DartDrafter:
         self.prune = prune or PruneConfig()
         self.max_nodes = self.prune.num_nodes
         self.policy = policy or build_policy("full")
+        self.search = resolve_search(search, model.fc.weight.device)
+        self.search_threads = search_threads
+
+    @cached_property
+    def device_search(self) -> DeviceSearch:
+        """The search on the device, with the one copy of the trie there that all sessions share."""
+        return DeviceSearch(self.trie, self.prune, self.model.fc.weight.device)
 
     def session(self, slots: int, max_len: int) -> DartSession:
         """New state for `slots` requests of up to `max_len` tokens each."""
@@ -80,7 +100,9 @@ class DartSession:
 
     def on_device(self) -> DartDeviceSession:
         """The part that can be captured, over the same state."""
-        return DartDeviceSession(self._model, self._drafter.embedding, self._state, self._search)
+        drafter = self._drafter
+        search = drafter.device_search if drafter.search == "device" else None
+        return DartDeviceSession(self._model, drafter.embedding, self._state, self._search, search)
 
     @torch.inference_mode()
     def observe(self, commit: Commit) -> None:
@@ -122,18 +144,13 @@ class DartSession:
         with timer.stage("draft"):
             ids, probs = candidates_of(drafting)
         with timer.stage("search"):
-            for limit in sorted({limits[i] for i in drafting}):
-                rows = [k for k, i in enumerate(drafting) if limits[i] == limit]
-                members = [drafting[k] for k in rows]
-                pruned = prune_trees(
-                    ids[rows, :limit],
-                    probs[rows, :limit],
-                    [requests[i].tokens for i in members],
-                    self._drafter.trie,
-                    self._drafter.prune,
-                )
-                for i, tree in zip(members, pruned, strict=True):
-                    trees[i] = tree.first(requests[i].max_nodes)
+            drafter, chosen = self._drafter, [requests[i] for i in drafting]
+            tails = context_tails([r.tokens for r in chosen], 1 if drafter.trie is None else drafter.trie.order - 1)
+            levels, rows = np.array([limits[i] for i in drafting]), np.array([1 + r.max_nodes for r in chosen])
+            out = TreeArrays.empty(len(chosen), drafter.prune.num_nodes)
+            prune_into(ids, probs, *tails, drafter.trie, drafter.prune, out, levels, rows, drafter.search_threads)
+            for k, i in enumerate(drafting):
+                trees[i] = out.tree(k)
         return trees
 
     @torch.inference_mode()
@@ -206,6 +223,8 @@ def build_dart(
     dtype: str = "auto",
     policy: str = "full",
     rows: float = 16.0,
+    search: str = "auto",
+    search_threads: int = 1,
 ) -> DartDrafter:
     """DART: all positions drafted in one forward, pruned to a tree with the help of an n-gram trie.
 
@@ -220,10 +239,17 @@ def build_dart(
             round among their trees by score, as DScale does with chains.
         dtype: of the draft network: "float32", "bfloat16", "float16", or "auto" for the target's dtype, but bfloat16
             on a CPU with instructions for it. A draft only proposes, so this never changes the law of the output.
+        search: where rounds on the device search: "device" as part of their graphs, with a copy of the trie in the
+            device's memory; "host" between two graphs; "auto" on the device if that is CUDA. Trees are the same. With
+            policies that share rows among trees the device's trees are cut on the host.
+        search_threads: threads among which a search on the host divides the requests of a round, 1..256.
 
     Raises:
-        ValueError: no weights are known for the target, they do not fit it, or `dtype` is unknown.
+        ValueError: no weights are known for the target, they do not fit it, or `dtype`, `search` or `search_threads` is
+            none of those allowed.
     """
+    threads = SearchThreads(search_threads) if search_threads != 1 else None
+    search = resolve_search(search, target.device)
     folder = weights_folder(target, path, "DART")
     if target.num_layers < 7:
         raise ValueError(f"the target has {target.num_layers} layers; DART needs 7 or more for three different taps")
@@ -239,9 +265,8 @@ def build_dart(
     found = resolve_trie(trie, target, folder / TRIE)
     if prune is None:
         prune = PruneConfig(num_nodes=num_nodes, eos_id=_eos_id(target))
-    return DartDrafter(
-        model, target.embedding, dart_taps(target.num_layers), found, prune, build_tree_policy(policy, rows)
-    )
+    taps, cut = dart_taps(target.num_layers), build_tree_policy(policy, rows)
+    return DartDrafter(model, target.embedding, taps, found, prune, cut, search, threads)
 
 
 def dart_taps(num_layers: int) -> tuple[int, int, int]:

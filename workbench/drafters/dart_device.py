@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from workbench.batch import AcceptedRows, Batch, Candidates, Chains, DeviceRows
+from workbench.batch import AcceptedRows, Batch, Candidates, DeviceRows, Drafted, DraftTrees
 from workbench.drafters.dart_model import DartModel
 from workbench.drafters.dart_state import DartState, num_candidates
+from workbench.drafters.device_search import DeviceSearch, trees_on_host
 from workbench.drafters.layers import RmsNorm
 from workbench.kernel_path import kernel
 from workbench.models.fused import add_product, gated, product
@@ -73,21 +74,38 @@ class DartDeviceSession:
         model: the draft network; its merged weights become views of one matrix.
         embedding: the target's input embedding.
         state: what is committed so far.
-        search: makes trees of candidates.
+        search: makes trees of candidates on the host.
+        device_search: makes them on the device, as part of the draft; None leaves that to `search`.
+
+    Attributes:
+        searches: see `workbench.batch.DeviceSession`.
 
     Raises:
-        ValueError: more drafted positions than a row has ancestor bits.
+        ValueError: more drafted positions than a row has ancestor bits, or drafts that the target cannot embed.
     """
 
     on_host = False
 
-    def __init__(self, model: DartModel, embedding: nn.Embedding, state: DartState, search: Search) -> None:
+    def __init__(
+        self,
+        model: DartModel,
+        embedding: nn.Embedding,
+        state: DartState,
+        search: Search,
+        device_search: DeviceSearch | None = None,
+    ) -> None:
         depth, layer, device = model.config.depth, model.midlayer, model.fc.weight.device
         if depth > MAX_TREE_ROWS:
             raise ValueError(f"draft_length={depth - 1}; allowed on the device: 1..{MAX_TREE_ROWS - 1}")
+        if embedding.num_embeddings < model.config.vocab_size:
+            raise ValueError(
+                f"vocab_size={model.config.vocab_size} of the draft network; allowed: up to "
+                f"{embedding.num_embeddings}, the rows of the target's embedding, which reads drafts unseen"
+            )
         self._attend = kernel("attend_rows", device)
         self._norm, self._rotate_write = kernel("rms_norm", device), kernel("rotate_write", device)
         self._model, self._embedding, self._state, self._search = model, embedding, state, search
+        self._device_search, self.searches = device_search, device_search is not None
         attention = layer.self_attn
         with torch.inference_mode(False):  # they become the network's own, which somebody may still want to train
             self._gate_up = merge_linears([layer.mlp.gate_proj, layer.mlp.up_proj])
@@ -96,12 +114,17 @@ class DartDeviceSession:
         self._tables = _tables(state, depth)
 
     @torch.inference_mode()
-    def draft(self, batch: Batch) -> Candidates:
-        """The best tokens at d positions behind the newest committed token of every request, in one forward.
+    def draft(self, batch: Batch) -> Candidates | DraftTrees:
+        """Trees of the best tokens at d positions behind the newest committed token of every request, or those tokens.
 
         Raises:
-            ValueError: a bucket of more requests than the state has slots.
+            ValueError: a bucket of more requests than the state has slots, or one without what the search needs.
         """
+        candidates = self._candidates(batch)
+        return candidates if self._device_search is None else self._device_search(candidates, batch)
+
+    def _candidates(self, batch: Batch) -> Candidates:
+        """The best tokens, in one forward."""
         config, state, tables = self._model.config, self._state, self._tables
         num_requests, most = len(batch.slots), len(state.drafts) - 1
         if num_requests > most:
@@ -219,16 +242,17 @@ class DartDeviceSession:
                 raise ValueError(f"slot {slot}: {count} tokens were committed; allowed: 0..{room}")
             self._state.lengths[slot] = length
 
-    def trees(
-        self, requests: Sequence[DraftRequest], drafted: Chains | Candidates | None, timer: Stopwatch
-    ) -> list[DraftTree]:
-        """One pruned tree a request, from its candidates; row i of `drafted` is request i.
+    def trees(self, requests: Sequence[DraftRequest], drafted: Drafted, timer: Stopwatch) -> list[DraftTree]:
+        """One pruned tree a request, from its candidates or as the device made it; row i of `drafted` is request i.
 
         Raises:
             ValueError: `drafted` is not what `draft` returns.
         """
+        if isinstance(drafted, DraftTrees):
+            with timer.stage("draft"):
+                return trees_on_host(drafted, len(requests))
         if not isinstance(drafted, Candidates):
-            raise ValueError(f"drafted is {type(drafted).__name__}; allowed: Candidates")
+            raise ValueError(f"drafted is {type(drafted).__name__}; allowed: Candidates, DraftTrees")
 
         def candidates_of(drafting: list[int]) -> tuple[np.ndarray, np.ndarray]:
             ids, probs = _on_host(drafted.ids[: len(requests)], drafted.probs[: len(requests)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -11,91 +10,17 @@ import torch
 
 from workbench.kernel_path import add_own_kernels
 from workbench.measure.kernel_cases import tree_bits
-from workbench.measure.kernel_plan import HeadShape
+from workbench.measure.kernel_decision_types import SHORT, DecisionCase, DecisionSizes, packed, results, written
 from workbench.measure.kernel_times import differing, sets_of
+from workbench.measure.kernel_tree_cases import TREE_ROWS, pack_trees_case, prune_alone_case, prune_case
 
-#: Calls of a kernel that is too short to be timed alone, on the same inputs: a round finds them in the cache too.
-_SHORT = 16
-#: Rows of the trees of a round, and the path that is accepted of each.
-_TREE_ROWS = 60
+#: Path that is accepted of each tree.
 _TREE_PATH = (0, 2, 7, 20, 41)
 _TEMPERATURE = 0.8
 #: Sums over the vocabulary in float32 against float64, nats.
 _SUM_TOLERANCE = 1e-4
 #: Share of the sampled tokens that may differ in half precision, whose weights are float32 in the kernel.
 _SAMPLED_TOLERANCE = 0.02
-
-
-@dataclass(frozen=True)
-class DecisionSizes:
-    """Sizes of a round: N requests, drafts and mean verified rows of each, V, layers of the cache and its heads."""
-
-    requests: int
-    drafts: int
-    mean_rows: int
-    vocab: int
-    layers: int
-    shape: HeadShape
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def rows(self) -> int:
-        """Verified rows of the round."""
-        return self.requests * self.mean_rows
-
-
-@dataclass(frozen=True)
-class DecisionCase:
-    """One kernel with its inputs.
-
-    Attributes:
-        kernel: its name.
-        text: what the inputs are.
-        inputs: arguments of the calls, which take turns.
-        num_bytes: what must be read and written at least.
-        moves: whether these bytes take longer than a launch does, so that a share of the floor means something.
-        outcome: what a call leaves, from the function and its arguments: tensors to compare.
-        off: how far apart two outcomes are.
-        tolerance: largest `off`.
-        plain: calls of plain torch that do the same.
-    """
-
-    kernel: str
-    text: str
-    inputs: list[tuple]
-    num_bytes: float
-    moves: bool
-    outcome: Callable[[Callable, tuple], tuple[torch.Tensor, ...]]
-    off: Callable[[Any, Any], float] = differing
-    tolerance: float = 0.0
-    plain: list[Callable[[], Any]] = field(default_factory=list)
-
-    def calls(self, function: Callable) -> list[Callable[[], Any]]:
-        """`function` on all inputs in turn; short ones several times."""
-        calls = [lambda given=given: function(*given) for given in self.inputs]
-        return calls if len(calls) > 1 else calls * _SHORT
-
-    def error(self, kernel: Callable, reference: Callable) -> float:
-        """How far the kernel's outcome on the first inputs is from the reference's."""
-        return self.off(self.outcome(kernel, self.inputs[0]), self.outcome(reference, self.inputs[0]))
-
-
-def _results(function: Callable, given: tuple) -> tuple[torch.Tensor, ...]:
-    """Outcome of a function that returns one or several tensors."""
-    found = function(*given)
-    return (found,) if isinstance(found, torch.Tensor) else tuple(found)
-
-
-def _written(*places: int) -> Callable[[Callable, tuple], tuple[torch.Tensor, ...]]:
-    """Outcome of a function that writes into its arguments at `places`: what copies of them hold afterwards."""
-
-    def outcome(function: Callable, given: tuple) -> tuple[torch.Tensor, ...]:
-        own = [value.clone() if i in places else value for i, value in enumerate(given)]
-        function(*own)
-        return tuple(own[i] for i in places)
-
-    return outcome
 
 
 def _logits(sizes: DecisionSizes, rows: int) -> tuple[list[torch.Tensor], int]:
@@ -124,7 +49,7 @@ def features_case(sizes: DecisionSizes) -> DecisionCase:
     text = f"{len(logits[0])} rows of {sizes.vocab}"
     calls = [lambda x=x: plain(x) for x in logits]
     inputs = [(x,) for x in logits]
-    return DecisionCase("features", text, inputs, num_bytes, True, _results, off, _SUM_TOLERANCE, calls)
+    return DecisionCase("features", text, inputs, num_bytes, True, results, off, _SUM_TOLERANCE, calls)
 
 
 def allocate_case(sizes: DecisionSizes) -> DecisionCase:
@@ -134,7 +59,7 @@ def allocate_case(sizes: DecisionSizes) -> DecisionCase:
     budget = torch.tensor([sizes.rows], device=sizes.device)
     num_bytes = scores.nbytes + 2 * limits.nbytes
     text = f"{sizes.requests} chains, {sizes.rows} rows"
-    return DecisionCase("allocate", text, [(scores, limits, budget)], num_bytes, False, _results)
+    return DecisionCase("allocate", text, [(scores, limits, budget)], num_bytes, False, results)
 
 
 def _chain_rows(sizes: DecisionSizes) -> tuple:
@@ -162,15 +87,10 @@ def pack_case(sizes: DecisionSizes) -> DecisionCase:
     add_own_kernels()
     from kernels.ref.pack import ChainRows
 
-    def outcome(function: Callable, given: tuple) -> tuple[torch.Tensor, ...]:
-        own = ChainRows(*(torch.full_like(part, -7) for part in given[-1]))
-        function(*given[:-1], own)
-        return tuple(own)
-
     given = (*_chain_rows(sizes), ChainRows(*_fields(sizes)))
     num_bytes = 6 * 8 * sizes.rows
     text = f"{sizes.requests} chains, {sizes.rows} rows"
-    return DecisionCase("pack", text, [given], num_bytes, False, outcome)
+    return DecisionCase("pack", text, [given], num_bytes, False, packed)
 
 
 def _choose_case(sizes: DecisionSizes, heat: float) -> DecisionCase:
@@ -189,7 +109,7 @@ def _choose_case(sizes: DecisionSizes, heat: float) -> DecisionCase:
     tolerance = _SAMPLED_TOLERANCE if heat and sizes.dtype != torch.float32 else 0.0
     calls = [lambda x=x: plain(x) for x in logits]
     inputs = [(x, *shared) for x in logits]
-    return DecisionCase("choose", text, inputs, num_bytes, True, _results, differing, tolerance, calls)
+    return DecisionCase("choose", text, inputs, num_bytes, True, results, differing, tolerance, calls)
 
 
 def choose_greedy_case(sizes: DecisionSizes) -> DecisionCase:
@@ -212,18 +132,18 @@ def walked_chains_case(sizes: DecisionSizes) -> DecisionCase:
     choices = torch.randint(0, 2, rows.tokens.shape, device=sizes.device)
     given = (rows.tokens, rows.ancestors, rows.starts, choices, sizes.drafts + 1)
     text = f"{sizes.requests} chains, {sizes.rows} rows"
-    return DecisionCase("accept", text, [given], 3 * 8 * sizes.rows, False, _results)
+    return DecisionCase("accept", text, [given], 3 * 8 * sizes.rows, False, results)
 
 
 def walked_trees_case(sizes: DecisionSizes) -> DecisionCase:
     """Accepted paths of trees."""
-    rng, count = Random(sizes.requests), sizes.requests * _TREE_ROWS
-    bits = [row for _ in range(sizes.requests) for row in tree_bits("tree", _TREE_ROWS, rng)]
-    starts = torch.arange(sizes.requests + 1, device=sizes.device) * _TREE_ROWS
+    rng, count = Random(sizes.requests), sizes.requests * TREE_ROWS
+    bits = [row for _ in range(sizes.requests) for row in tree_bits("tree", TREE_ROWS, rng)]
+    starts = torch.arange(sizes.requests + 1, device=sizes.device) * TREE_ROWS
     tokens, choices = torch.randint(0, 2, (2, count), device=sizes.device)
-    given = (tokens, torch.tensor(bits, device=sizes.device), starts, choices, _TREE_ROWS)
-    text = f"{sizes.requests} trees of {_TREE_ROWS}"
-    return DecisionCase("accept", text, [given], 3 * 8 * count, False, _results)
+    given = (tokens, torch.tensor(bits, device=sizes.device), starts, choices, TREE_ROWS)
+    text = f"{sizes.requests} trees of {TREE_ROWS}"
+    return DecisionCase("accept", text, [given], 3 * 8 * count, False, results)
 
 
 def compact_case(sizes: DecisionSizes) -> DecisionCase:
@@ -235,7 +155,7 @@ def compact_case(sizes: DecisionSizes) -> DecisionCase:
         sizes.dtype
     )
     moved = len(_TREE_PATH) - 1
-    path = torch.full((sizes.requests, _TREE_ROWS), -1, device=device)
+    path = torch.full((sizes.requests, TREE_ROWS), -1, device=device)
     path[:, : moved + 1] = torch.tensor(_TREE_PATH, device=device)
     slots = torch.arange(sizes.requests, device=device)
     shared = (slots, torch.full_like(slots, context), path, torch.full_like(slots, moved))
@@ -251,7 +171,7 @@ def compact_case(sizes: DecisionSizes) -> DecisionCase:
     text = f"{sizes.requests} paths of {moved} rows, {sizes.layers} layers"
     calls = [lambda cache=cache: plain(cache) for cache in caches]
     inputs = [(cache, *shared) for cache in caches]
-    return DecisionCase("compact", text, inputs, num_bytes, True, _written(0), plain=calls)
+    return DecisionCase("compact", text, inputs, num_bytes, True, written(0), plain=calls)
 
 
 def kv_write_case(sizes: DecisionSizes) -> DecisionCase:
@@ -268,14 +188,17 @@ def kv_write_case(sizes: DecisionSizes) -> DecisionCase:
         caches[1][slot, place] = value
 
     text = f"{sizes.rows} rows, one layer"
-    return DecisionCase("kv_write", text, [given], 4 * key.nbytes, False, _written(2, 3), plain=[plain] * _SHORT)
+    return DecisionCase("kv_write", text, [given], 4 * key.nbytes, False, written(2, 3), plain=[plain] * SHORT)
 
 
 #: In the order of a round.
 CASES: dict[str, Callable[[DecisionSizes], DecisionCase]] = {
+    "prune": prune_case,
+    "prune, alone": prune_alone_case,
     "features": features_case,
     "allocate": allocate_case,
     "pack": pack_case,
+    "pack_trees": pack_trees_case,
     "kv_write": kv_write_case,
     "choose, greedy": choose_greedy_case,
     "choose, sampled": choose_sampled_case,

@@ -42,11 +42,13 @@ class Arm:
         method: whose step it is.
         tile: of the attention of target and draft, see `workbench.models.attention`; "auto" is the kernels' choice.
         capture: what is a CUDA graph, see `workbench.decode.graphs.GraphPool`.
+        search: where DART's search runs, see `workbench.drafters.dart.build_dart`.
     """
 
     method: str
     tile: str = "auto"
     capture: bool | tuple[str, ...] = True
+    search: str = "host"
 
     @property
     def attention(self) -> str:
@@ -62,10 +64,12 @@ class Arm:
 #: Arms by name. Four are cumulative: `control` is DFlash with the tile of a common serving engine, `tile` has ours,
 #: `allocation` DScale's decision, launched kernel by kernel between captured draft and verification, and in `graphs`
 #: that is captured too. Beside them, `paper` is `control` with the paper's tile of 16 rows a query head, and `launched`
-#: is `graphs` with only its draft captured.
+#: is `graphs` with only its draft captured. `dart` searches on the host, between two graphs; `dart_search` searches on
+#: the device, so that its round is one graph.
 ARMS = {
     "ar": Arm("AR"),
     "dart": Arm("DART"),
+    "dart_search": Arm("DART", search="device"),
     "control": Arm("DFlash", tile="rows128"),
     "paper": Arm("DFlash", tile="paper"),
     "tile": Arm("DFlash"),

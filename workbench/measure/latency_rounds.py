@@ -46,14 +46,16 @@ def arm_drafters(target: Target, mean_rows: int, seed: int) -> dict[str, Drafter
     """
     scorer, network = random_scorer(target, BLOCK_SIZE, seed), random_dflash(target, seed, block_size=BLOCK_SIZE)
     policies = {"DFlash": build_policy("full"), "DScale": build_policy("dvl", mean_rows, scorer)}
-    others: dict[str, Drafter] = {"AR": ArDrafter(), "DART": dart_drafter(target, seed)}
+    dart = dart_drafter(target, seed)
     drafters: dict[str, Drafter] = {}
     for name, arm in ARMS.items():
         if arm.method in policies:
             policy = policies[arm.method]
             drafters[name] = DFlashDrafter(network, target.embedding, target.lm_head, policy, tile=arm.tile)
+        elif arm.method == "DART":
+            drafters[name] = DartDrafter(dart.model, dart.embedding, dart.taps, dart.trie, search=arm.search)
         else:
-            drafters[name] = others[arm.method]
+            drafters[name] = ArDrafter()
     return drafters
 
 

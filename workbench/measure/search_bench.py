@@ -1,4 +1,4 @@
-"""How fast n-grams are counted: in memory, and from files to a trie file.
+"""How fast n-grams are counted, in memory and from files to a trie file; texts and checks of the search benchmarks.
 
 The corpus that goals refer to is about six million word-level tokens of Python source, which every machine that runs
 this has: the standard library and the installed packages.
@@ -11,12 +11,14 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
+from workbench.measure.records import Check
+from workbench.search import _jit
 from workbench.search.count_corpus import count_corpus
 from workbench.search.trie import NgramTrie
 
@@ -96,6 +98,72 @@ def corpus_speed(
         options = {"order": order, "vocab_size": vocab_size, "workers": workers, "memory_mb": memory_mb}
         counted, seconds = _timed(lambda: count_corpus([shards], Path(name) / "out.trie", **options), repeats)
     return _speeds(counted.tokens, seconds) | {"spilled": counted.spilled}
+
+
+def walk_text(trie: NgramTrie, num_tokens: int, walk: int = 12, seed: int = 0) -> np.ndarray:
+    """A text for a trie without a corpus: random walks from n-grams that are spread evenly over its last level.
+
+    Args:
+        trie: holds n-grams of full length.
+        num_tokens: length of the text.
+        walk: longest walk; one ends earlier where nothing follows its last tokens.
+        seed: of everything random.
+
+    Returns:
+        [num_tokens] int64.
+
+    Raises:
+        ValueError: the trie holds no n-gram of full length.
+    """
+    arrays, starts = trie.arrays(), trie.arrays()[2]
+    ends = np.cumsum(trie.header.level_sizes)
+    if ends[-1] == ends[-2]:
+        raise ValueError(f"level sizes of the trie are {trie.header.level_sizes}, allowed: the last one above 0")
+    rng = np.random.default_rng(seed)
+    text: list[int] = []
+    while len(text) < num_tokens:
+        node, path = int(rng.integers(ends[-2], ends[-1])), []
+        for _ in range(trie.order):
+            path.insert(0, _jit.token_at(arrays, node))
+            # The last one whose children begin at or before it; a number of another type would have the array copied.
+            node = int(np.searchsorted(starts, starts.dtype.type(node), side="right")) - 1
+        while len(path) < walk:
+            low, high = _jit.children_of(arrays, _jit.walk(arrays, np.array(path[1 - trie.order :], np.int64)))
+            if low == high:
+                break
+            path.append(_jit.token_at(arrays, rng.integers(low, high)))
+        text += path
+    return np.array(text[:num_tokens], np.int64)
+
+
+def search_checks(rows: Sequence[Mapping[str, Any]]) -> dict[str, Check]:
+    """The figures with a goal, out of the rows of a search benchmark.
+
+    Args:
+        rows: with `table`: "tree" (trie, counts, requests, threads, ms), "query" (trie, counts, what, us), "count"
+            (what, count_mtok_s), "size" (counts, bytes_per_node), "open" (ms). Goals of time hold for exact counts and
+            the trie that fits into the caches; the same figures of the large trie are checks without a goal.
+    """
+
+    def pick(table: str, field: str, **wanted: Any) -> list[float]:
+        found = [row for row in rows if row["table"] == table and wanted.items() <= row.items()]
+        return [row[field] for row in found]
+
+    def worst(values: list[float]) -> float | None:
+        return max(values, default=None)
+
+    tree = {"counts": "exact", "requests": 1, "threads": 1}
+    query = {"counts": "exact", "what": "batch"}
+    return {
+        "tree_ms": Check(worst(pick("tree", "ms", trie="source", **tree)), 0.2, "<="),
+        "query_us": Check(worst(pick("query", "us", trie="source", **query)), 0.7, "<="),
+        "count_mtok_s": Check(worst(pick("count", "count_mtok_s", what="memory")), 20.0, ">="),
+        "bytes_per_node": Check(worst(pick("size", "bytes_per_node", counts="exact")), 9.0, "<="),
+        "bytes_per_node_quantised": Check(worst(pick("size", "bytes_per_node", counts="quantised")), 6.0, "<="),
+        "open_ms": Check(worst(pick("open", "ms")), 50.0, "<="),
+        "tree_ms_large": Check(worst(pick("tree", "ms", trie="generated", **tree)), None, "<="),
+        "query_us_large": Check(worst(pick("query", "us", trie="generated", **query)), None, "<="),
+    }
 
 
 def _source_files(folders: Sequence[str | Path]) -> Iterator[Path]:

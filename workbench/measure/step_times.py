@@ -2,8 +2,8 @@
 
 A step is measured by the clock of the host around a round and its one look at the device; a stage is what passes on
 the device's stream, host work counting where the device waits for it. Rounds are those of the device, so stages hold
-more than their names say, see `step_rows`. DART's search runs on the host, with an n-gram
-trie over random tokens. Acceptance between random models means nothing; the times do not depend on it.
+more than their names say, see `step_rows`. DART searches with an n-gram trie over random tokens. Acceptance between
+random models means nothing; the times do not depend on it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def step_rows(plan: LatencyPlan, progress: bool = False) -> list[Row]:
         context, dtype, device.
 
         Stages of these rounds, as captured: "draft" has staging and the draft; "allocate" the decision with features,
-        predictor, allocator and packing (DART's trees are cut there on the host and have a "pack" of their own);
+        predictor, allocator and packing (arm `dart` cuts its trees on the host there, has "search" and "pack");
         "verify" everything of the verify graph, which is the target's forward, its choices, the accept rule, compaction
         of the cache and the drafter's commit; "accept" only the wait for that and the host's read of the outcome;
-        "commit" only bookkeeping of the host.
+        "commit" only bookkeeping of the host. The round of arm `dart_search` is one graph, all of it in "verify".
     """
     rows: list[Row] = []
     with tqdm(total=len(plan.step_shapes) * len(plan.requests), desc="steps", disable=not progress) as bar:

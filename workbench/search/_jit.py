@@ -24,6 +24,9 @@ CODE_BITS = 8
 #: Up to so many siblings, comparing all of them is faster than searching; see tests/bench/layouts.py.
 FEW_SIBLINGS = 16
 
+#: Queries whose walks go on side by side.
+BLOCK = 16
+
 #: Stands for a term that was not computed yet; real ones are at most 0.
 PENDING = 1.0
 
@@ -175,68 +178,105 @@ def share_of(trie, node, total):
 
 
 @compiled
-def counts_at(trie, low, places, counts):
-    """Counts of the nodes that were found, float32 (of others anything); True if one may be in the overflow table."""
-    if trie[7].size:
-        for c in range(places.size):
-            counts[c] = trie[7][trie[0][low + max(places[c], 0)] & 255]
-        return False
-    largest = np.int64(0)
-    for c in range(places.size):
-        count = np.int64(trie[1][low + max(places[c], 0)])
-        largest = max(largest, count)
-        counts[c] = count
-    return largest == COUNT_OVERFLOW
+def settle(trie, node, low, places, length, open_tokens, slots, num_open, probs, lengths):
+    """Sets probs and lengths of the tokens found among the children of `node`; the others stay open.
 
-
-@compiled
-def note_shares(trie, node, low, places, counts, length, probs, lengths):
-    """Sets probs and lengths of the tokens found among the children of `node` that had not been found before.
-
-    Most is done without branches on what was found, since that is as good as random. Below 2^24 counts are exact in
-    float32, and the quotient is that of float64, rounded.
-    """
-    total = count_of(trie, node)
-    if total >= 1 << 24 or total < 1 or counts_at(trie, low, places, counts):
-        for c in range(places.size):
-            if places[c] >= 0 and lengths[c] == 0:
-                probs[c], lengths[c] = share_of(trie, low + places[c], total), length
-        return
-    whole = np.float32(total)
-    for c in range(places.size):
-        new = (places[c] >= 0) & (lengths[c] == 0)
-        share = counts[c] / whole if counts[c] < whole else np.float32(1.0)
-        probs[c] = share if new else probs[c]
-        lengths[c] = length if new else lengths[c]
-
-
-@compiled
-def query(trie, context, tokens, scratch, probs, lengths):
-    """Per-token back-off over the suffixes of `context`, the longest first.
+    Without branches on what was found, since that is as good as random; one on a large count is hardly ever taken.
 
     Args:
-        context: [G] int64.
-        tokens: [C] int32 candidates; -1 is unseen.
-        scratch: (nodes [max_context] int64, places [C] int32, counts [C] float32).
-        probs, lengths: [C] float32 / int32, written.
+        low, places: see `find_all`, of open_tokens[:num_open].
+        length: of the suffix that `node` is.
+        open_tokens, slots: tokens not found yet, and their places in probs and lengths; closed up.
+
+    Returns:
+        How many are open now.
     """
-    nodes, places, counts = scratch
-    suffix_nodes(trie, context, nodes)
-    probs[:] = 0.0
-    lengths[:] = 0
-    for m in range(nodes.size - 1, -1, -1):
-        low, high = children_of(trie, nodes[m])
-        if low < high and find_all(trie, low, high, tokens, places):
-            note_shares(trie, nodes[m], low, places, counts, np.int32(m + 1), probs, lengths)
+    total, still = np.float64(max(count_of(trie, node), 1)), 0
+    for i in range(num_open):
+        slot, token, found = slots[i], open_tokens[i], places[i] >= 0
+        child = low + max(places[i], 0)
+        count = trie[7][trie[0][child] & 255] if trie[7].size else np.float64(trie[1][child])
+        if count == COUNT_OVERFLOW:
+            count = np.float64(max(count_of(trie, child), 0))
+        share = np.float32(count / total if count < total else 1.0)
+        probs[slot] = share if found else np.float32(0.0)
+        lengths[slot] = length if found else 0
+        slots[still], open_tokens[still] = slot, token
+        still += not found
+    return still
+
+
+@compiled
+def block_nodes(trie, contexts, nodes):
+    """`suffix_nodes` of the B contexts [B, G] of a block, into nodes [B, max_context], one step of all at a time.
+
+    In a trie beyond the caches every step of a walk waits for memory; side by side, those of other contexts go on.
+    """
+    num_tokens = contexts.shape[1]
+    for q in range(contexts.shape[0]):
+        for m in range(nodes.shape[1]):
+            nodes[q, m] = find_root(trie, contexts[q, num_tokens - 1 - m]) if m < num_tokens else -1
+    for step in range(1, nodes.shape[1]):
+        for q in range(contexts.shape[0]):
+            for m in range(step, min(nodes.shape[1], num_tokens)):
+                low, high = children_of(trie, nodes[q, m])
+                nodes[q, m] = find_in_range(trie, low, high, contexts[q, num_tokens - 1 - m + step])
+
+
+@compiled
+def touch_children(trie, nodes, firsts):
+    """Loads where the children of nodes [B, max_context] begin, all before any of them is searched.
+
+    In a trie beyond the caches nearly every one of these loads misses. Here they wait for memory at the same time.
+    `firsts`, of the same shape, is scratch: what is stored in it keeps the loads.
+    """
+    for row in range(nodes.shape[0]):
+        for m in range(nodes.shape[1]):
+            low, high = children_of(trie, nodes[row, m])
+            firsts[row, m] = low if low < high else 0
+    if trie[0].size:
+        for row in range(nodes.shape[0]):
+            for m in range(nodes.shape[1]):
+                firsts[row, m] = trie[0][firsts[row, m]]
+
+
+@compiled
+def query_block(trie, contexts, tokens, scratch, probs, lengths):
+    """Per-token back-off over the suffixes of each context, the longest first.
+
+    Args:
+        contexts: [B, G] int64, right-aligned behind -1.
+        tokens: [B, C] int32 candidates; -1 is unseen.
+        scratch: (nodes, firsts [B, max_context] int64, places, open_tokens, slots [C] int32).
+        probs, lengths: [B, C] float32 / int32, written.
+    """
+    nodes, firsts, places, open_tokens, slots = scratch
+    block_nodes(trie, contexts, nodes)
+    touch_children(trie, nodes, firsts)
+    for q in range(contexts.shape[0]):
+        probs[q, :] = 0.0
+        lengths[q, :] = 0
+        num_open = tokens.shape[1]
+        for c in range(num_open):
+            open_tokens[c], slots[c] = tokens[q, c], c
+        for m in range(nodes.shape[1] - 1, -1, -1):
+            low, high = children_of(trie, nodes[q, m])
+            if low < high and find_all(trie, low, high, open_tokens[:num_open], places[:num_open]):
+                num_open = settle(
+                    trie, nodes[q, m], low, places, m + 1, open_tokens, slots, num_open, probs[q], lengths[q]
+                )
 
 
 @compiled
 def query_batch(trie, contexts, tokens, probs, lengths):
-    """`query` for contexts [Q, G] int64, right-aligned behind -1, and tokens [Q, C] int32; probs, lengths [Q, C]."""
-    width = tokens.shape[1]
-    scratch = (np.empty(trie[6], np.int64), np.empty(width, np.int32), np.empty(width, np.float32))
-    for q in range(tokens.shape[0]):
-        query(trie, contexts[q], tokens[q], scratch, probs[q], lengths[q])
+    """`query_block` for contexts [Q, G] and tokens [Q, C], some at a time; probs, lengths [Q, C]."""
+    num_queries, width = tokens.shape
+    nodes, firsts = np.empty((BLOCK, trie[6]), np.int64), np.empty((BLOCK, trie[6]), np.int64)
+    places, open_tokens, slots = np.empty(width, np.int32), np.empty(width, np.int32), np.empty(width, np.int32)
+    for low in range(0, num_queries, BLOCK):
+        high = min(low + BLOCK, num_queries)
+        scratch = (nodes[: high - low], firsts[: high - low], places, open_tokens, slots)
+        query_block(trie, contexts[low:high], tokens[low:high], scratch, probs[low:high], lengths[low:high])
 
 
 @compiled
@@ -340,23 +380,6 @@ def gram_terms(trie, nodes, ids, hopeful, weight, epsilon, memo, slot, places, t
             prob = share_of(trie, low + shorter[c], count_of(trie, nodes[0])) if seen else np.float32(0.0)
             known[c] = log_term(prob, weight, epsilon)
         terms[c] = known[c]
-
-
-@compiled
-def touch_children(trie, nodes, size, firsts):
-    """Loads where the children of the suffix nodes of `size` paths begin, all before any of them is searched.
-
-    In a trie beyond the caches nearly every one of these loads misses. Here they wait for each other's answers at the
-    same time. `firsts` [B, max_context] int64 is scratch: what is stored in it keeps the loads.
-    """
-    for row in range(size):
-        for m in range(nodes.shape[1]):
-            low, high = children_of(trie, nodes[row, m])
-            firsts[row, m] = low if low < high else 0
-    if trie[0].size:
-        for row in range(size):
-            for m in range(nodes.shape[1]):
-                firsts[row, m] = trie[0][firsts[row, m]]
 
 
 @compiled
@@ -501,7 +524,7 @@ def prune_one(ids, probs, context, trie, config, scratch, tokens, parents, depth
             find_all(trie, 0, trie[5], ids[level], roots)
         sizes = (num_plain, num_eos)
         beam_size = next_beam(trie, picks, sizes, pool, nodes, memo, slots, roots, beam, next_nodes)
-        touch_children(trie, next_nodes, beam_size, nodes)  # those of the level before are of no use any more
+        touch_children(trie, next_nodes[:beam_size], nodes)  # those of the level before are of no use any more
         nodes, next_nodes = next_nodes, nodes
         full_size = plain_room + room[1]
     root = context[context.size - 1]

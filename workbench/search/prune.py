@@ -143,7 +143,7 @@ def prune_trees(
             f"topk_ids {ids.shape}, topk_probs {probs.shape}, {len(contexts)} contexts, "
             "allowed: twice [R, K >= 1, C >= 1], and R contexts"
         )
-    tails, lengths = _context_tails(contexts, 1 if trie is None else trie.order - 1)
+    tails, lengths = context_tails(contexts, 1 if trie is None else trie.order - 1)
     out = TreeArrays.empty(len(ids), config.num_nodes)
     prune_into(ids, probs, tails, lengths, trie, config, out)
     return [out.tree(r) for r in range(len(ids))]
@@ -235,7 +235,7 @@ def _per_request(name: str, given: np.ndarray | None, num_requests: int, most: i
     return np.minimum(given, most).astype(np.int64)
 
 
-def _context_tails(contexts: Sequence[Sequence[int] | np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+def context_tails(contexts: Sequence[Sequence[int] | np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
     """The last `length` ids of every context, right-aligned [R, length] int64, and how many there are [R]."""
     tails, lengths = np.full((len(contexts), length), -1, np.int64), np.empty(len(contexts), np.int64)
     for r, context in enumerate(contexts):
