@@ -25,7 +25,7 @@ CODE_BITS = 8
 FEW_SIBLINGS = 16
 
 #: Queries whose walks go on side by side.
-BLOCK = 16
+BLOCK = 32
 
 #: Stands for a term that was not computed yet; real ones are at most 0.
 PENDING = 1.0
@@ -225,19 +225,18 @@ def block_nodes(trie, contexts, nodes):
 
 @compiled
 def touch_children(trie, nodes, firsts):
-    """Loads where the children of nodes [B, max_context] begin, all before any of them is searched.
+    """Loads where tokens and counts of the children of nodes [B, max_context] begin, before any of them is searched.
 
     In a trie beyond the caches nearly every one of these loads misses. Here they wait for memory at the same time.
     `firsts`, of the same shape, is scratch: what is stored in it keeps the loads.
     """
     for row in range(nodes.shape[0]):
         for m in range(nodes.shape[1]):
-            low, high = children_of(trie, nodes[row, m])
-            firsts[row, m] = low if low < high else 0
-    if trie[0].size:
-        for row in range(nodes.shape[0]):
-            for m in range(nodes.shape[1]):
-                firsts[row, m] = trie[0][firsts[row, m]]
+            node = nodes[row, m]
+            low, high = children_of(trie, node)
+            if low < high:
+                tokens = np.int64(trie[0][low]) + trie[0][low + (high - low >> 1)]
+                firsts[row, m] = tokens if trie[7].size else tokens + trie[1][low] + trie[1][node]
 
 
 @compiled
