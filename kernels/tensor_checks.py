@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -17,6 +19,15 @@ def require_int64(length: int, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.int64 or tensor.shape != (length,) or not tensor.is_contiguous():
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [{length}]")
+
+
+def require_tensors(**tensors: tuple[torch.Tensor, torch.dtype, Sequence[int]]) -> None:
+    """Raises a ValueError naming the first tensor that is not contiguous, of that type and shape."""
+    for name, (tensor, dtype, shape) in tensors.items():
+        if tensor.dtype != dtype or tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}"
+            )
 
 
 def require_device(device: torch.device, **tensors: torch.Tensor) -> None:

@@ -165,7 +165,7 @@ def test_sampled_half_precision_is_checked_by_a_greedy_run(tiny_llama, methods, 
         forward_report = None
 
     class Idle:
-        graph_report, searches_on_device = None, False
+        graph_report = searches = None
 
         def __init__(self, target, drafter, *rest):
             self.target, self.drafter = target, drafter

@@ -204,3 +204,39 @@ def test_inputs_are_checked_before_anything_is_read(tmp_path, tokenizer):
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         CorpusOptions(**options)
+
+
+def test_an_integer_with_too_many_digits_is_a_bad_line(tmp_path, tokenizer):
+    path = pack(tmp_path / "x.jsonl", b'"a"\n' + b"1" * 5000 + b'\n"b"\n')
+    sequences, problems = read(path, CorpusOptions(tokenizer=tokenizer))
+    assert sequences == [[0], [1]]
+    assert problems.count == 1 and "x.jsonl, line 2: not JSON" in problems.reports[0]
+
+
+@pytest.mark.parametrize("ending", COLUMNS)
+def test_a_row_of_parquet_that_is_not_utf8_is_a_bad_line(tmp_path, tokenizer, ending):
+    import pyarrow
+    from pyarrow import parquet
+
+    ends = pyarrow.py_buffer(np.array([0, 1, 3, 4], np.int32).tobytes())
+    column = pyarrow.StringArray.from_buffers(3, ends, pyarrow.py_buffer(b"a\xff\xfeb"))
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / f"x{ending}")
+    sequences, problems = read(tmp_path / f"x{ending}", CorpusOptions(tokenizer=tokenizer))
+    assert sequences == [[0], [1]]
+    assert problems.count == 1 and "x.parquet, line 2: not UTF-8" in problems.reports[0]
+
+
+@pytest.mark.parametrize("name", ["x.npy", "x.npz"])
+@pytest.mark.parametrize("kind", ["empty", "cut", "junk", "other", "flipped"])
+def test_damaged_token_files_are_named(tmp_path, name, kind):
+    path, tokens = tmp_path / name, np.arange(4000) * 7919 % 1009
+    np.save(tmp_path / "a.npy", tokens)
+    np.savez_compressed(tmp_path / "a.npz", tokens=tokens, offsets=[0, 4000])
+    data = bytearray((tmp_path / name.replace("x", "a")).read_bytes())
+    if kind == "other":
+        data = (tmp_path / ("a.npz" if name == "x.npy" else "a.npy")).read_bytes()
+    elif kind == "flipped":
+        data[60:400] = bytes(byte ^ 0x5A for byte in data[60:400])
+    path.write_bytes({"empty": b"", "cut": bytes(data[: len(data) // 2]), "junk": b"\x93 junk " * 40}.get(kind, data))
+    with pytest.raises(ValueError, match=rf"input '.*{name}' is "):
+        read(path, CorpusOptions())

@@ -198,7 +198,7 @@ def test_ids_out_of_range_name_the_file(tmp_path, bad):
         ({"memory_mb": 0}, "memory_mb is 0"),
         ({"vocab_size": 2**31 + 1}, "vocab_size"),
         ({"vocab_size": 5}, "allowed 0..4"),
-        ({"spill_dir": "no-such-folder"}, "both must exist"),
+        ({"spill_dir": "no-such-folder"}, "folder of spills is"),
     ],
 )
 def test_arguments_are_checked(folder, tmp_path, options, message):

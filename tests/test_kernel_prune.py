@@ -67,13 +67,17 @@ def test_kernel_equals_the_compiled_search(part, small_blocks):
         mixed_case(rng, trial).check(prune_file.prune, reference)
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case["name"])
-def test_published_cases(case):
+def check_published(case: dict) -> None:
     given = case["input"]
     trie = NgramTrie.count(given["ngram_training_conversations"], order=given["ngram_order"])
     config = PruneConfig(given["beam_width"], given["remain_total"], given["ngram_weight"], given["eos_token"])
     arguments = ([given["topk_tokens"]], [given["topk_probs"]], [given["prompt_tokens"]], trie, config)
     Case(*arguments).check(reference, prune_file.prune)
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case["name"])
+def test_published_cases(case):
+    check_published(case)
 
 
 @pytest.mark.parametrize("order", [3, 5])
@@ -246,6 +250,12 @@ def test_a_thousand_trees(part):
     trie = variant_of(trie, part % 4, rng)
     config = PruneConfig(eos_id=int(text[5]) if part % 3 else None)
     zipf_case(rng, 50, trie, text, config).check(prune_file.prune)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case["name"])
+def test_published_cases_on_the_device(case):
+    check_published(case)
 
 
 @pytest.mark.gpu

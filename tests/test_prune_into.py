@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 import numpy as np
@@ -31,6 +32,11 @@ def poisoned(count: int) -> TreeArrays:
     out = TreeArrays.empty(count, CONFIG.num_nodes)
     for array in out:
         array.fill(-77)
+    return out
+
+
+def read_only(out: TreeArrays) -> TreeArrays:
+    out.sizes.flags.writeable = False
     return out
 
 
@@ -81,14 +87,17 @@ def test_a_tree_is_a_copy():
     "change, message",
     [
         ({"topk_ids": np.zeros((2, 4, 6), np.int32)}, r"topk_ids \(2, 4, 6\), topk_probs \(2, 4, 7\)"),
+        ({"topk_ids": np.zeros(2, np.int32)}, r"topk_ids \(2,\), topk_probs \(2, 4, 7\)"),
         ({"topk_ids": np.full((2, 4, 7), -1)}, r"topk_ids holds int64 outside the ids, allowed 0\.\.2147483647"),
         ({"contexts": np.zeros((2, 5), np.int32)}, r"contexts is int32 \(2, 5\), allowed: int64 \[2, G >= 1\]"),
         ({"contexts": np.full((2, 5), -1)}, r"contexts end in \[-1, -1\], allowed: root ids"),
         ({"context_lens": np.array([1, 6])}, r"context_lens are \[1, 6\], allowed 1\.\.5"),
         ({"context_lens": np.array([0, 5])}, r"context_lens are \[0, 5\], allowed 1\.\.5"),
         ({"context_lens": np.array([5])}, r"context_lens is int64 \(1,\)"),
-        ({"levels": np.array([1, -1])}, r"levels is \[1, -1\], allowed: 2 numbers of 0 or more"),
-        ({"limits": np.array([1])}, r"limits is \[1\], allowed: 2 numbers"),
+        ({"levels": np.array([1, -1])}, r"levels is \[1, -1\], allowed: 2 integers of 0 or more"),
+        ({"limits": np.array([1.0, np.nan])}, r"limits is \[1\.0, nan\], allowed: 2 integers of 0 or more"),
+        ({"out": read_only(TreeArrays.empty(2, 13))}, r"out\.sizes is read-only, allowed: an array to write into"),
+        ({"limits": np.array([1])}, r"limits is \[1\], allowed: 2 integers"),
         ({"out": TreeArrays.empty(3, 13)}, r"out\.tokens is int32 \(3, 14\), allowed: contiguous int32 \(2, 14\)"),
         (
             {"out": TreeArrays.empty(2, 13)._replace(scores=np.zeros((2, 14)))},
@@ -133,7 +142,26 @@ def test_an_error_of_a_thread_is_raised_after_all_have_ended(failing):
     assert sorted(ended) == [0, 1]
 
 
-@pytest.mark.parametrize("count", [0, -1, 257])
+@pytest.mark.parametrize("count", [0, -1, 257, 1.5, "2", None])
 def test_numbers_of_threads_that_are_refused(count):
-    with pytest.raises(ValueError, match=rf"count is {count}, allowed 1\.\.256"):
+    with pytest.raises(ValueError, match=rf"count is {count!r}, allowed: an integer in 1\.\.256"):
         SearchThreads(count)
+
+
+@pytest.mark.parametrize("field", ["beam_width", "num_nodes", "eos_id"])
+@pytest.mark.parametrize("value", [5.5, "5", float("nan")])
+def test_settings_that_are_no_integers_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"{field} is {value}, allowed an integer"):
+        PruneConfig(**{field: value})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_threads_work_behind_a_fork():
+    with SearchThreads(2) as threads:
+        threads.over(2, lambda low, high: None)
+        child = multiprocessing.get_context("fork").Process(target=threads.over, args=(2, lambda low, high: None))
+        child.start()
+        child.join(20)
+        alive = child.is_alive()
+        child.kill()
+    assert not alive and child.exitcode == 0

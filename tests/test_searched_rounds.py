@@ -260,10 +260,10 @@ def test_logits_that_are_not_finite_stop_the_engine(tiled, dart, monkeypatch):
 def test_where_it_searches(tiled, dart):
     assert dart(tiled, "auto").search == "host"  # on a CPU
     assert dart(tiled, "device").search == "device"
-    for search, expected in (("host", False), ("auto", False), ("device", True)):
-        rounds = Engine(tiled, dart(tiled, search), 1, 60, graphs=True)._rounds
-        assert rounds.searches is expected
-    assert Engine(tiled, ArDrafter(), 1, 60, graphs=True)._rounds.searches is False
+    for search, expected in (("host", "host"), ("auto", "host"), ("device", "device")):
+        assert Engine(tiled, dart(tiled, search), 1, 60, graphs=True).searches == expected
+    without = Engine(tiled, ArDrafter(), 1, 60, graphs=True)
+    assert without._rounds.searches is False and without.searches is None
 
 
 @pytest.mark.parametrize("search", ["gpu", "", None, True])

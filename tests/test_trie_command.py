@@ -1,12 +1,15 @@
 """The trie commands of the command line."""
 
 import re
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from workbench import run
 from workbench.__main__ import main
+from workbench.search import count_corpus
 from workbench.search.trie import NgramTrie
 
 
@@ -103,7 +106,54 @@ def test_trie_build_options(tmp_path, capsys):
         (["--eos", "<eos>"], "--eos is '<eos>'"),
         (["--eos", "3"], "--eos is '3'"),
         (["--workers", "0"], "workers is 0"),
-        (["--temp", str(tmp_path / "none")], "both must exist"),
+        (["--temp", str(tmp_path / "none")], "folder of spills is"),
     ):
         assert main([*argv, *flags]) == run.USAGE
         assert message in capsys.readouterr().err
+
+
+def test_a_quantised_build_that_fails_leaves_the_older_file(tmp_path, capsys):
+    np.save(tmp_path / "wide.npy", np.array([1, 2**24]))
+    (tmp_path / "t.trie").write_bytes(b"older")
+    argv = ["trie", "build", str(tmp_path / "wide.npy"), "--out", str(tmp_path / "t.trie"), "--quantised"]
+    assert main(argv) == run.USAGE
+    assert "vocab_size of a quantised trie is 16777217" in capsys.readouterr().err
+    assert (tmp_path / "t.trie").read_bytes() == b"older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.trie", "wide.npy"]
+
+
+@pytest.mark.parametrize("action", ["build", "import", "export", "merge", "threshold", "quantise"])
+@pytest.mark.parametrize("out", [".", "none/t.trie", "/dev/null"])
+def test_what_cannot_become_the_file_is_refused_before_work(tmp_path, capsys, monkeypatch, action, out):
+    monkeypatch.chdir(tmp_path)
+    trie = NgramTrie.count([[1, 2, 3]])
+    trie.save("a.trie")
+    trie.export_dart("b.trie")
+    np.save("a.npy", np.arange(5))
+    argv = [action, {"build": "a.npy", "import": "b.trie"}.get(action, "a.trie"), "--out", out]
+    assert main(["trie", *argv, *(["--min-count", "2"] if action == "threshold" else [])]) == run.USAGE
+    assert f"file to write is '{out}', allowed: a file, or a new name" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npy", "a.trie", "b.trie"]
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_damaged_tokenizer_is_an_error_of_usage(tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    (tmp_path / "a.txt").write_text("a")
+    argv = ["trie", "build", str(tmp_path / "a.txt"), "--out", str(tmp_path / "t.trie"), "--tokenizer", str(tmp_path)]
+    assert main(argv) == run.USAGE
+    assert "tokenizer.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_command_that_is_terminated_cleans_up(tmp_path, monkeypatch, capsys):
+    np.save(tmp_path / "a.npy", np.arange(5))
+    (tmp_path / "t.trie").write_bytes(b"older")
+    monkeypatch.setattr(count_corpus, "_merge", lambda *_: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert main(["trie", "build", str(tmp_path / "a.npy"), "--out", str(tmp_path / "t.trie")]) == run.INTERRUPTED
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (tmp_path / "t.trie").read_bytes() == b"older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npy", "t.trie"]

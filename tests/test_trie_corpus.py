@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,6 +54,19 @@ def test_one_count_stands_for_all_lengths():
         ({"tree_sizes": []}, r"tree_sizes=\[\]; allowed: at least one"),
         ({"ngram_weights": [0.5, 0.5]}, "allowed: at least one, each once"),
         ({"suffixes": ["txt"]}, "text_suffixes has 'txt'"),
+        ({"corpus": ""}, "corpus=''; allowed: python"),
+        ({"memory_mb": float("nan")}, "memory_mb is nan, allowed"),
+        ({"memory_mb": 0.0}, "memory_mb is 0.0, allowed"),
+        ({"workers": 5000}, "workers is 5000, allowed 1..4096"),
+        ({"threads": -1}, "threads=-1 must be at least 0"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"goal_tree_ms": float("nan")}, "goal_tree_ms=nan must be at least 0"),
+        ({"ablation_trie": "nowhere"}, "ablation_trie='nowhere'; allowed: default, built, or an existing file"),
+        ({"prompt_sets": []}, r"prompt_sets=\[\]; allowed: at least one"),
+        ({"prompt_sets": ["maths", "maths"]}, "allowed: at least one, each once"),
+        ({"num_prompts": 0}, "num_prompts=0 must be at least 1"),
+        ({"num_nodes": 64}, "num_nodes is 64, allowed 1..63"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
 def test_plans_out_of_range(change, message):
@@ -135,6 +149,18 @@ def test_a_folder_of_tokens_becomes_a_trie(tmp_path):
     assert row["documents"] + row["held_out_documents"] == 50
     assert row["tokens"] + row["held_out_tokens"] == sum(map(len, whole))
     assert (row["nodes"], row["bad_lines"], built.reports) == (built.trie.num_nodes, 0, ())
+
+
+def test_ids_that_only_stand_in_documents_kept_back_belong_to_the_vocabulary(tmp_path):
+    """Or nothing could be searched behind that text."""
+    np.savez(tmp_path / "a.npz", tokens=np.arange(400), offsets=np.arange(0, 401, 20))
+    plan = made_plan(corpus=str(tmp_path / "a.npz"), tokenizer="", held_out=0.2)
+    found = set()
+    for seed in range(6):
+        built = build_trie(replace(plan, seed=seed), tmp_path / "out.trie")
+        found.add(max(ids.max() for ids in built.split.held_out) == 399)
+        assert built.trie.vocab_size == 400
+    assert found == {True, False}
 
 
 def test_counts_as_codes(tmp_path):

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from workbench.signals import terminate_like_ctrl_c
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses `argv` (default: of the process), runs the command and returns the exit code."""
     args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        with terminate_like_ctrl_c():  # or half-written tries would lie about
+            return args.command(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -204,24 +209,42 @@ def _trie_build(args: argparse.Namespace) -> int:
         text_suffixes=tuple(args.text_suffix or (".txt",)),
         on_error=args.on_error,
     )
-    counted = count_corpus(
-        args.inputs,
-        args.out,
-        args.order,
-        args.min_count,
-        vocab_size=max(vocabulary.values()) + 1 if vocabulary else None,
-        fingerprint=vocabulary_fingerprint(vocabulary) if vocabulary else "",
-        options=options,
-        workers=args.workers,
-        memory_mb=args.memory_mb,
-        cluster=args.scheduler,
-        spill_dir=args.temp,
-        progress=sys.stderr.isatty(),
-    )
-    if counted.problems:
-        print("\n".join(counted.reports), file=sys.stderr)
-        print(f"left out {counted.problems} bad lines ({len(counted.reports)} shown)", file=sys.stderr)
-    return _quantise(args.out, args) if args.quantised else _print_trie(args.out)
+    with _exact_file(args) as exact:
+        counted = count_corpus(
+            args.inputs,
+            exact,
+            args.order,
+            args.min_count,
+            vocab_size=max(vocabulary.values()) + 1 if vocabulary else None,
+            fingerprint=vocabulary_fingerprint(vocabulary) if vocabulary else "",
+            options=options,
+            workers=args.workers,
+            memory_mb=args.memory_mb,
+            cluster=args.scheduler,
+            spill_dir=args.temp,
+            progress=sys.stderr.isatty(),
+        )
+        if counted.problems:
+            print("\n".join(counted.reports), file=sys.stderr)
+            print(f"left out {counted.problems} bad lines ({len(counted.reports)} shown)", file=sys.stderr)
+        return _quantise(exact, args) if args.quantised else _print_trie(args.out)
+
+
+@contextmanager
+def _exact_file(args: argparse.Namespace) -> Iterator[Path]:
+    """The file to count into: --out, or one that is gone afterwards if --out is to receive quantised counts.
+
+    So an older file at --out stays as it is if the counts cannot be quantised.
+    """
+    from workbench.search.trie_stream import check_target
+
+    out = Path(args.out)
+    if not args.quantised:
+        yield out
+        return
+    check_target(out)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.exact-", dir=args.temp or out.parent) as folder:
+        yield Path(folder) / out.name
 
 
 def _token_id(token: str, vocabulary: dict[str, int]) -> int:
@@ -241,7 +264,8 @@ def _trie_import(args: argparse.Namespace) -> int:
     vocabulary = _tokenizer(args.tokenizer).get_vocab() if args.tokenizer else {}
     size, name = args.vocab_size, ""
     if vocabulary:
-        size, name = size or max(vocabulary.values()) + 1, vocabulary_fingerprint(vocabulary)
+        size = max(vocabulary.values()) + 1 if size is None else size
+        name = vocabulary_fingerprint(vocabulary)
     show = sys.stderr.isatty()
     NgramTrie.import_dart(args.path, args.out, size, name, args.low_counts, args.memory_mb, args.temp, show)
     return _print_trie(args.out)
@@ -272,7 +296,7 @@ def _trie_quantise(args: argparse.Namespace) -> int:
     return _quantise(args.path, args)
 
 
-def _quantise(path: str, args: argparse.Namespace) -> int:
+def _quantise(path: str | Path, args: argparse.Namespace) -> int:
     from workbench.search.quantise import quantise_trie
 
     quantise_trie(path, args.out, args.temp, progress=sys.stderr.isatty())
@@ -292,7 +316,11 @@ def _print_trie(path: str) -> int:
 def _tokenizer(name: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(_tokenizer_file(name)))
+    file = _tokenizer_file(name)
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises nothing narrower
+        raise ValueError(f"--tokenizer: {file} cannot be read: {error}") from error
 
 
 def _tokenizer_file(name: str) -> Path:

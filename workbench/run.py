@@ -11,13 +11,10 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ from workbench.measure.records import RECORD, load_record, make_record, new_run_
 from workbench.paths import notebooks_dir, repo_root, reports_dir
 from workbench.show.report import read_notebook, save_figures, write_report
 from workbench.show.tables import checks_rows, text_table, text_tables
+from workbench.signals import terminate_like_ctrl_c
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _STATUS = {OK: "ok", FAILED: "failed", INTERRUPTED: "interrupted"}
@@ -175,7 +173,7 @@ def execute(plan: RunPlan, show_output: bool = False) -> tuple[int, Path]:
     injected = dict(plan.overrides) | ({RUN_DIR: str(temporary)} if plan.takes_run_dir else {})
     code, error = OK, None
     try:
-        with _terminate_like_ctrl_c():
+        with terminate_like_ctrl_c():
             _papermill(plan, injected, temporary / "executed.ipynb", show_output)
     except KeyboardInterrupt:
         code, error = INTERRUPTED, "stopped by a signal"
@@ -227,26 +225,6 @@ def _papermill(plan: RunPlan, injected: Mapping[str, Any], output: Path, show_ou
             coalesce_streams=True,
             shutdown_kernel="immediate",
         )
-
-
-@contextmanager
-def _terminate_like_ctrl_c() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt, so that a batch system that ends a run keeps its partial output.
-
-    Only the main thread may set handlers; elsewhere nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _finish(plan: RunPlan, folder: Path, code: int, error: str | None) -> str | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kernels.tensor_checks import require_tensors
+
 #: Tokens of the longest context, that of a trie of order 5.
 MAX_CONTEXT = 4
 #: Stored count that means "look into the overflow table".
@@ -85,15 +87,6 @@ class Grams:
                 share = self.count(node) / total if total > 0 else 0.0
                 return float(np.float32(min(max(share, 0.0), 1.0)))
         return 0.0
-
-
-def require_tensors(**tensors: tuple[torch.Tensor, torch.dtype, Sequence[int]]) -> None:
-    """Raises a ValueError naming the first tensor that is not contiguous, of that type and shape."""
-    for name, (tensor, dtype, shape) in tensors.items():
-        if tensor.dtype != dtype or tensor.shape != torch.Size(shape) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}"
-            )
 
 
 def check_trie(trie: DeviceTrie) -> None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.ref.ngrams import DeviceTrie, Grams, check_trie, require_tensors
-from kernels.tensor_checks import require_device, require_int64
+from kernels.ref.ngrams import DeviceTrie, Grams, check_trie
+from kernels.tensor_checks import require_device, require_int64, require_tensors
 
 #: Nodes of a tree without its root: ancestor bits fill an int64.
 MAX_NODES = 63

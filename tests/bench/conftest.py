@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,18 @@ LEVELS, WIDTH = 7, 25
 RECORD_NAME = "bench_search"
 
 
+def megabytes(text: str) -> float:
+    """A size that can be generated, so that a wrong one ends the run before anything is measured."""
+    value = float(text)
+    if not 0.01 <= value <= 2**20:
+        raise argparse.ArgumentTypeError(f"{text} is out of range, allowed 0.01..{2**20}")
+    return value
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The size of things, and where the record goes."""
     group = parser.getgroup("search benchmarks")
-    group.addoption("--trie-mb", type=float, default=1024.0, help="size of the generated tries in 2^20 bytes")
+    group.addoption("--trie-mb", type=megabytes, default=1024.0, help="size of the generated tries in 2^20 bytes")
     group.addoption("--source-tokens", type=int, default=6_200_000, help="tokens of Python source that are counted")
     group.addoption("--search-cases", type=int, default=400, help="searches in a round")
     group.addoption("--record", default="", help=".json file or folder of the record; a new run folder when empty")
@@ -40,10 +49,13 @@ def figures(request: pytest.FixtureRequest) -> Figures:
     return request.config.stash.setdefault(REPORT, Figures())
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Writes the record and shows it."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    """Writes the record and shows it; what is left of a run that failed would pass for a whole one."""
     found = config.stash.get(REPORT, None)
     if found is None or not found.rows:
+        return
+    if exitstatus != pytest.ExitCode.OK:
+        terminalreporter.write_line("no record: not everything was measured")
         return
     options = config.option
     params = {

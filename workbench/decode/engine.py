@@ -170,9 +170,11 @@ class Engine:
         return self._rounds.pool.report if isinstance(self._rounds, CapturedRound) else None
 
     @property
-    def searches_on_device(self) -> bool:
-        """True if draft trees are made on the device."""
-        return isinstance(self._rounds, CapturedRound) and self._rounds.searches
+    def searches(self) -> str | None:
+        """Where rounds search draft trees, "device" or "host"; None for drafters without a search."""
+        if not hasattr(self.drafter, "search"):
+            return None
+        return "device" if isinstance(self._rounds, CapturedRound) and self._rounds.searches else "host"
 
     @property
     def busy(self) -> bool:

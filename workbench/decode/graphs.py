@@ -57,7 +57,7 @@ class GraphPool:
 
         Args:
             key: of the graph, its kind first; the same key must always come with the same work over the same addresses.
-            work: repeatable without harm, of fixed shapes, reads nothing on the host.
+            work: repeatable without harm (a first call runs it twice), of fixed shapes, reads nothing on the host.
 
         Returns:
             What `work` returned when it was captured: the same tensors each time, with new contents.

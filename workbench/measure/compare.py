@@ -153,7 +153,7 @@ def compare(
 def engine_facts(engine: Engine) -> dict[str, Any]:
     """How an engine runs: forward (of the target), graphs (captured), capture_s and graph_mib (what they cost).
 
-    And eager_rounds, those that could not be captured, and search: where draft trees are made.
+    And eager_rounds, those that could not be captured, and search: where draft trees are searched, or None.
     """
     report, forward = engine.graph_report, engine.target.forward_report
     return {
@@ -162,7 +162,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "capture_s": 0.0 if report is None else sum(report.captures.values()),
         "graph_mib": 0.0 if report is None else report.reserved_bytes / 2**20,
         "eager_rounds": None if report is None else report.eager_rounds,
-        "search": "device" if engine.searches_on_device else "host",
+        "search": engine.searches,
     }
 
 

@@ -24,7 +24,7 @@ def trie_checks(
 
     Args:
         build: row of the build, with count_mtok_s and bytes_per_node.
-        query_us: microseconds of a look-up of all candidates of a level.
+        query_us: microseconds of a look-up of all candidates of a level, see `search_times.query_us`.
         prune: rows of `search_times.prune_rows`.
         ablation: rows of `trie_ablation.ablation_rows`, empty when it did not run.
         goals: by parameter (`GOALS`); 0 or none makes a check informative only.

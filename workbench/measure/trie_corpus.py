@@ -58,12 +58,14 @@ class Split:
         held_out: documents kept back, int32 ids each.
         kept: the first documents that are counted, 16 M tokens at most, int32 ids each.
         documents, tokens: how many are counted.
+        largest: id of all documents, -1 when there is none.
     """
 
     held_out: list[np.ndarray] = field(default_factory=list)
     kept: list[np.ndarray] = field(default_factory=list)
     documents: int = 0
     tokens: int = 0
+    largest: int = -1
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def build_trie(plan: TriePlan, out: Path, progress: bool = False) -> BuiltTrie:
             out,
             plan.order,
             plan.min_count,
-            source.vocab_size,
+            source.vocab_size or split.largest + 1,  # ids that only documents kept back hold are ids too
             source.fingerprint,
             workers=plan.workers,
             memory_mb=plan.memory_mb,
@@ -188,6 +190,7 @@ def split_documents(
     for number, wide in enumerate(documents):
         ids = _narrow(wide)
         total += ids.size
+        split.largest = max(split.largest, int(ids.max(initial=-1)))
         chosen = int((number + 1) * share + offset) > int(number * share + offset)
         if chosen and held_out < _MOST_HELD_OUT:
             split.held_out.append(ids)

@@ -5,12 +5,15 @@ Knows the parameters of notebook `03_build_trie` by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.decode.engine import SamplingConfig
 from workbench.search.corpus import CorpusOptions
+from workbench.search.count_corpus import check_resources
 from workbench.search.ngram_count import check_order
 from workbench.search.prune import PruneConfig
 
@@ -32,6 +35,8 @@ _LEAST = {
     "cases": 1,
     "repeats": 1,
     "workers": 1,
+    "threads": 0,
+    "seed": 0,
     **dict.fromkeys(GOALS, 0),
 }
 
@@ -82,14 +87,17 @@ class TriePlan:
             ValueError: a value out of range; the message says what is allowed.
         """
         for name, least in _LEAST.items():
-            if params[name] < least:
+            if not least <= params[name] < math.inf:
                 raise ValueError(f"{name}={params[name]} must be at least {least}")
+        check_resources(params["workers"], params["memory_mb"])
         if not 0 < params["held_out"] < 1:
             raise ValueError(f"held_out={params['held_out']}; allowed: above 0 and below 1")
         if params["queries"] < params["queries_per_call"]:
             raise ValueError(f"queries={params['queries']} must be at least queries_per_call")
         _check_source(params["corpus"], params["tokenizer"])
         _check_search(params)
+        if params["ablation"]:
+            _check_ablation(params)
         least = params["min_count"]
         values = {name: params[name] for name in cls.__dataclass_fields__}
         values["min_count"] = check_order(params["order"], least[0] if len(least) == 1 else tuple(least))
@@ -100,7 +108,7 @@ class TriePlan:
 
 
 def _check_source(corpus: str, tokenizer: str) -> None:
-    if corpus != PYTHON and not Path(corpus).expanduser().exists():
+    if corpus != PYTHON and not (corpus and Path(corpus).expanduser().exists()):
         raise ValueError(f"corpus={corpus!r}; allowed: {PYTHON}, or an existing file or folder")
     if tokenizer == WORDS and corpus != PYTHON:
         raise ValueError(f"tokenizer={tokenizer!r}; allowed with the corpus {PYTHON!r} only")
@@ -121,3 +129,16 @@ def _check_search(params: Mapping[str, Any]) -> None:
             PruneConfig(beam_width=beam_width, num_nodes=num_nodes)
     for weight in params["ngram_weights"]:
         PruneConfig(ngram_weight=weight)
+
+
+def _check_ablation(params: Mapping[str, Any]) -> None:
+    """What is decoded, and with what; the model and the prompts are checked by loading them."""
+    trie, names = params["ablation_trie"], params["prompt_sets"]
+    if trie not in ("default", "built") and not Path(trie).is_file():
+        raise ValueError(f"ablation_trie={trie!r}; allowed: default, built, or an existing file")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"prompt_sets={list(names)}; allowed: at least one, each once")
+    if params["num_prompts"] < 1:
+        raise ValueError(f"num_prompts={params['num_prompts']} must be at least 1")
+    PruneConfig(num_nodes=params["num_nodes"])
+    SamplingConfig(max_new_tokens=params["max_new_tokens"], seed=params["seed"])

@@ -191,7 +191,9 @@ def settle(trie, node, low, places, length, open_tokens, slots, num_open, probs,
     Returns:
         How many are open now.
     """
-    total, still = np.float64(max(count_of(trie, node), 1)), 0
+    total, still = np.float64(count_of(trie, node)), 0
+    if total <= 0.0:
+        total = np.inf  # only in a damaged file
     for i in range(num_open):
         slot, token, found = slots[i], open_tokens[i], places[i] >= 0
         child = low + max(places[i], 0)
@@ -310,7 +312,7 @@ def log_terms(probs, weight, epsilon, terms):
 
 
 @compiled
-def write_tree(root, ranked, kept, pool, used, tokens, parents, depths, scores):
+def write_tree(root, ranked, kept, pool, tokens, parents, depths, scores):
     """Writes the kept expansions, best first, as a draft tree; returns its number of rows (root included)."""
     place = pool[3]  # expansion -> row; beam rows are of no use any more
     tokens[0], parents[0], depths[0], scores[0] = root, -1, 0, 0.0
@@ -527,7 +529,7 @@ def prune_one(ids, probs, context, trie, config, scratch, tokens, parents, depth
         nodes, next_nodes = next_nodes, nodes
         full_size = plain_room + room[1]
     root = context[context.size - 1]
-    return write_tree(root, ranked, kept, pool, used, tokens, parents, depths, scores)
+    return write_tree(root, ranked, kept, pool, tokens, parents, depths, scores)
 
 
 @compiled

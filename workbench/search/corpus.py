@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,7 +162,7 @@ def _line_text(path: Path, number: int, line: bytes, field: str, problems: Probl
     except UnicodeDecodeError as error:
         problems.add(path, number, f"not UTF-8 ({error.reason})")
         return None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer with too many digits
         problems.add(path, number, f"not JSON ({error})")
         return None
     return _text(path, number, value.get(field) if isinstance(value, dict) else value, field, problems)
@@ -192,9 +193,12 @@ def _parquet_texts(path: Path, column: str, problems: Problems) -> Iterator[str]
             if column not in file.schema_arrow.names:
                 raise ValueError(f"input {str(path)!r} lacks the column {column!r}, it has {file.schema_arrow.names}")
             for batch in file.iter_batches(batch_size=_BATCH_TEXTS, columns=[column]):
-                for value in batch.column(0).to_pylist():
+                for value in batch.column(0):
                     number += 1
-                    text = _text(path, number, value, column, problems)
+                    try:
+                        text = _text(path, number, value.as_py(), column, problems)
+                    except UnicodeDecodeError as error:
+                        text = problems.add(path, number, f"not UTF-8 ({error.reason})")
                     if text is not None:
                         yield text
     except (pyarrow.ArrowException, OSError) as error:
@@ -232,9 +236,23 @@ def _bounds(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
+@contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Whatever numpy says about a damaged or foreign file becomes an error that names it."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # of zip files, compression, Python's tokenizer, ...
+        raise ValueError(f"input {str(path)!r} is damaged or of another kind: {error}") from error
+
+
 def _array(path: Path) -> Batch:
     """A .npy file: one sequence, or one in every row. Mapped, not loaded."""
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    with _loading(path):
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"input {str(path)!r} is an archive, allowed: one array, or the ending .npz")
     if array.ndim not in (1, 2) or array.dtype.kind not in "iu":
         raise ValueError(f"input {str(path)!r} has {array.ndim} axes of {array.dtype}, allowed: 1 or 2, of integers")
     rows, length = (1, array.size) if array.ndim == 1 else array.shape
@@ -244,10 +262,10 @@ def _array(path: Path) -> Batch:
 def _shard(path: Path, responses: bool) -> Batch:
     """Samples of a token shard with arrays tokens [T], offsets [n + 1] and, for responses, prompt_len [n]."""
     names = {"tokens", "offsets", *(["prompt_len"] if responses else [])}
-    with np.load(path, allow_pickle=False) as archive:
-        if missing := names - set(archive.files):
-            raise ValueError(f"input {str(path)!r} lacks the arrays {sorted(missing)}")
-        arrays = {name: archive[name] for name in names}
+    with _loading(path), np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in names & set(archive.files)}
+    if missing := names - set(arrays):
+        raise ValueError(f"input {str(path)!r} lacks the arrays {sorted(missing)}")
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             kind = f"{array.ndim} axes of {array.dtype}"

@@ -25,7 +25,7 @@ from workbench.search.corpus import CorpusOptions, Problems, find_inputs, read_t
 from workbench.search.ngram_count import Level, TokenChunk, check_order, count_levels, key_words
 from workbench.search.trie_format import MAX_VOCAB, read_header
 from workbench.search.trie_merge import merge_tries, threshold_trie
-from workbench.search.trie_stream import TrieWriter, atomic_file, spill_folder
+from workbench.search.trie_stream import TrieWriter, atomic_file, check_target, spill_folder
 
 _PIECE = 1 << 18
 #: Working memory of a merge for each n-gram of a trie that is loaded, and of most of them at once.
@@ -129,8 +129,7 @@ def count_corpus(
         RuntimeError: an optional package is missing, or a worker process died.
     """
     min_counts = check_order(order, min_count)
-    _check("workers", workers, 1, 4096)
-    _check("memory_mb", memory_mb, 1e-3, 2**30)
+    check_resources(workers, memory_mb)
     if vocab_size is not None:
         _check("vocab_size", vocab_size, 1, MAX_VOCAB)
     options = options or CorpusOptions()
@@ -140,8 +139,9 @@ def count_corpus(
         options = replace(options, tokenizer=str(Path(options.tokenizer).resolve()))
     memory = memory_mb * 2**20
     parent = out.parent if spill_dir is None else Path(spill_dir)
-    if not out.parent.is_dir() or not parent.is_dir():
-        raise ValueError(f"folder of the output or of spills is {str(out.parent)!r}, {str(parent)!r}: both must exist")
+    check_target(out)
+    if not parent.is_dir():
+        raise ValueError(f"folder of spills is {str(parent)!r}, allowed: an existing folder")
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.spill-", dir=parent) as spill:
         chunk = chunk_tokens(memory / workers, order, vocab_size)
         settings = PartSettings(order, chunk, vocab_size, fingerprint, str(Path(spill).resolve()), options)
@@ -151,6 +151,12 @@ def count_corpus(
         tokens = _merge(tries, out, min_counts, memory, spill, progress)
     reports = [report for result in results for report in result.reports][: options.max_reports]
     return CorpusCount(len(files), tokens, len(tries), sum(result.problems for result in results), tuple(reports))
+
+
+def check_resources(workers: int, memory_mb: float) -> None:
+    """Raises a ValueError if one is out of range."""
+    _check("workers", workers, 1, 4096)
+    _check("memory_mb", memory_mb, 1e-3, 2**30)
 
 
 def chunk_tokens(memory_bytes: float, order: int, vocab_size: int | None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,9 @@ class PruneConfig:
     epsilon: float = 1e-10
 
     def __post_init__(self) -> None:
+        for field in ("beam_width", "num_nodes", "eos_id"):
+            value = getattr(self, field)
+            self._check(field, isinstance(value, Integral) or (field == "eos_id" and value is None), "an integer")
         self._check("beam_width", 1 <= self.beam_width <= 1024, "1..1024")
         self._check("num_nodes", 1 <= self.num_nodes <= MAX_NODES, f"1..{MAX_NODES}")
         self._check("ngram_weight", 0 <= self.ngram_weight <= 100, "0..100")
@@ -66,7 +70,7 @@ class PruneConfig:
         eos_id = -1 if self.eos_id is None else self.eos_id
         weight = float(self.ngram_weight) if use_ngrams else 0.0
         exponent, decay = float(self.level_exponent), float(self.logit_decay)
-        return self.beam_width, self.num_nodes, weight, exponent, decay, float(self.epsilon), eos_id
+        return int(self.beam_width), int(self.num_nodes), weight, exponent, decay, float(self.epsilon), int(eos_id)
 
 
 class TreeArrays(NamedTuple):
@@ -178,8 +182,8 @@ def prune_into(
     Raises:
         ValueError: shapes or types disagree, or an id or a length is out of range.
     """
-    num_requests, num_levels = topk_ids.shape[:2]
     _check_into(topk_ids, topk_probs, contexts, context_lens, config, out)
+    num_requests, num_levels = topk_ids.shape[:2]
     each = {"levels": (levels, num_levels), "limits": (limits, config.num_nodes + 1)}
     levels, limits = (_per_request(name, given, num_requests, most) for name, (given, most) in each.items())
     ids, probs = np.ascontiguousarray(topk_ids, np.int32), np.ascontiguousarray(topk_probs, np.float32)
@@ -224,14 +228,16 @@ def _check_into(
     for name, array, (shape, dtype) in zip(TreeArrays._fields, out, wanted, strict=True):
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
             raise ValueError(f"out.{name} is {array.dtype} {array.shape}, allowed: contiguous {dtype.__name__} {shape}")
+        if not array.flags.writeable:
+            raise ValueError(f"out.{name} is read-only, allowed: an array to write into")
 
 
 def _per_request(name: str, given: np.ndarray | None, num_requests: int, most: int) -> np.ndarray:
     """[R] int64 from what the caller gave, within 0..most."""
     if given is None:
         return np.full(num_requests, most, np.int64)
-    if given.shape != (num_requests,) or (given.size and given.min() < 0):
-        raise ValueError(f"{name} is {given.tolist()}, allowed: {num_requests} numbers of 0 or more")
+    if given.shape != (num_requests,) or given.dtype.kind not in "iu" or (given.size and given.min() < 0):
+        raise ValueError(f"{name} is {given.tolist()}, allowed: {num_requests} integers of 0 or more")
     return np.minimum(given, most).astype(np.int64)
 
 

@@ -6,8 +6,10 @@ not be used by two threads at a time.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 
 
 class SearchThreads:
@@ -17,17 +19,25 @@ class SearchThreads:
         count: threads in all, the caller's included, 1..256.
 
     Raises:
-        ValueError: `count` is out of range.
+        ValueError: `count` is out of range or not an integer.
     """
 
     def __init__(self, count: int) -> None:
-        if not 1 <= count <= 256:
-            raise ValueError(f"count is {count}, allowed 1..256")
-        self.count = count
-        self._executor = ThreadPoolExecutor(count - 1, thread_name_prefix="search") if count > 1 else None
+        if not isinstance(count, Integral) or not 1 <= count <= 256:
+            raise ValueError(f"count is {count!r}, allowed: an integer in 1..256")
+        self.count = int(count)
+        self._executor: ThreadPoolExecutor | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        if self.count > 1:
+            self._executor = ThreadPoolExecutor(self.count - 1, thread_name_prefix="search")
 
     def over(self, size: int, work: Callable[[int, int], None]) -> None:
         """Runs work(low, high) over neighbouring parts of 0..size, one a thread; what one raises is raised here."""
+        if self._process != os.getpid():
+            self._start()  # threads do not survive a fork, and work given to them would never end
         parts = min(self.count, size)
         bounds = [size * i // parts for i in range(parts + 1)] if parts else [0, 0]
         waiting = [self._executor.submit(work, *bounds[i : i + 2]) for i in range(1, parts)]

@@ -250,6 +250,8 @@ class NgramTrie:
         for name, array, dtype in (("probs", probs, np.float32), ("lengths", lengths, np.int32)):
             if array.shape != tokens.shape or array.dtype != dtype:
                 raise ValueError(f"{name} is {array.dtype} {array.shape}, allowed: {np.dtype(dtype)} {tokens.shape}")
+            if not array.flags.writeable:
+                raise ValueError(f"{name} is read-only, allowed: an array to write into")
         _jit.query_batch(self.arrays(), contexts[:, contexts.shape[1] - width :], tokens, probs, lengths)
         return probs, lengths
 
@@ -273,7 +275,7 @@ class NgramTrie:
                 counts = self._counts(low, high)
                 best = np.argsort(-counts, kind="stable")[:limit]
                 tokens = self._arrays[0][low + best].astype(np.int64) >> _jit.shift_of(arrays)
-                return tokens, counts[best] / _jit.count_of(arrays, node)
+                return tokens, counts[best] / max(_jit.count_of(arrays, node), 1)
         return np.empty(0, np.int64), np.empty(0)
 
     def _counts(self, low: int, high: int) -> np.ndarray:

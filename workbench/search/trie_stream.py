@@ -80,9 +80,20 @@ class SpillFolder:
             spill.drop()
 
 
+def check_target(path: Path) -> None:
+    """Refuses a file to write that could not take its place in the end, or would replace a device.
+
+    Raises:
+        ValueError: the folder does not exist, or `path` exists and is no file.
+    """
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
+        raise ValueError(f"file to write is {str(path)!r}, allowed: a file, or a new name in an existing folder")
+
+
 @contextmanager
 def spill_folder(target: Path, folder: str | Path | None) -> Iterator[SpillFolder]:
     """A place for temporary files in `folder` (beside `target` when None) that is gone afterwards, also on errors."""
+    check_target(target)
     parent = target.parent if folder is None else Path(folder)
     if not parent.is_dir():
         raise ValueError(f"folder of temporary files is {str(parent)!r}, allowed: an existing folder")
@@ -96,7 +107,12 @@ def spill_folder(target: Path, folder: str | Path | None) -> Iterator[SpillFolde
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[object]:
-    """An open binary file that becomes `path` when the block ends well; else an older file stays as it is."""
+    """An open binary file that becomes `path` when the block ends well; else an older file stays as it is.
+
+    Raises:
+        ValueError: see `check_target`.
+    """
+    check_target(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w+b") as file:
