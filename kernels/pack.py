@@ -20,6 +20,25 @@ _MAX_REQUESTS = 256
 
 
 @triton.jit
+def locate_rows(sizes_ptr, starts_ptr, num_requests, num_rows, REQUESTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of this program and, of each, its request and its place there; the first program writes starts [R + 1].
+
+    Every program adds up all sizes [R] itself, so that none waits for another. Behind the last row all requests have
+    ended, also those that only pad, so the request of a sentinel is `num_requests` or more.
+    """
+    requests = tl.arange(0, REQUESTS)
+    sizes = tl.load(sizes_ptr + requests, mask=requests < num_requests, other=0)
+    ends = tl.minimum(tl.cumsum(sizes, 0), num_rows)  # [REQUESTS]
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr + requests + 1, ends, mask=requests < num_requests)
+        tl.store(starts_ptr, tl.zeros([], tl.int64))
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ended = ends[None, :] <= rows[:, None]  # [BLOCK, REQUESTS]
+    request = tl.sum(ended.to(tl.int32), axis=1)
+    return rows, request, rows - tl.max(tl.where(ended, ends[None, :], 0), axis=1)
+
+
+@triton.jit
 def _pack(
     lengths_ptr,  # [R], as are anchors, slots and contexts; all of them int64
     anchors_ptr,
@@ -40,19 +59,8 @@ def _pack(
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    requests = tl.arange(0, REQUESTS)
-    lengths = tl.load(lengths_ptr + requests, mask=requests < num_requests, other=0)
-    ends = tl.minimum(tl.cumsum(lengths, 0), num_rows)  # [REQUESTS]
-    if tl.program_id(0) == 0:
-        tl.store(starts_ptr + requests + 1, ends, mask=requests < num_requests)
-        tl.store(starts_ptr, tl.zeros([], tl.int64))
-
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ended = ends[None, :] <= rows[:, None]  # [BLOCK, REQUESTS]
-    request = tl.sum(ended.to(tl.int32), axis=1)
-    live = request < num_requests  # behind the last row every chain has ended, also those that only pad
-    start = tl.max(tl.where(ended, ends[None, :], 0), axis=1)
-    step = rows - start
+    rows, request, step = locate_rows(lengths_ptr, starts_ptr, num_requests, num_rows, REQUESTS, BLOCK)
+    live = request < num_requests
 
     anchor = tl.load(anchors_ptr + request, mask=live, other=0)
     draft_place = request.to(tl.int64) * draft_stride_request + (step - 1) * draft_stride_token

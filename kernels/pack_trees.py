@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.pack import locate_rows
 from kernels.ref.pack import ChainRows
 from kernels.ref.pack_trees import check_trees
 from kernels.ref.prune import DraftTrees
@@ -42,18 +43,8 @@ def _pack_trees(
     REQUESTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    requests = tl.arange(0, REQUESTS)
-    sizes = tl.load(sizes_ptr + requests, mask=requests < num_requests, other=0)
-    ends = tl.minimum(tl.cumsum(sizes, 0), num_rows)  # [REQUESTS]
-    if tl.program_id(0) == 0:
-        tl.store(starts_ptr + requests + 1, ends, mask=requests < num_requests)
-        tl.store(starts_ptr, tl.zeros([], tl.int64))
-
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ended = ends[None, :] <= rows[:, None]  # [BLOCK, REQUESTS]
-    request = tl.sum(ended.to(tl.int32), axis=1)
-    live = request < num_requests  # behind the last row every tree has ended, also those that only pad
-    step = rows - tl.max(tl.where(ended, ends[None, :], 0), axis=1)
+    rows, request, step = locate_rows(sizes_ptr, starts_ptr, num_requests, num_rows, REQUESTS, BLOCK)
+    live = request < num_requests
 
     place = request.to(tl.int64) * num_places + step
     token = tl.load(tree_tokens_ptr + place, mask=live, other=0)
