@@ -12,24 +12,47 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.rms_norm import check_rms_norm
 
 MAX_WARPS = 16  # of a row; beyond, threads load several times
 
 
 @triton.jit
-def _normalise(x_ptr, weight_ptr, out_ptr, row_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (M,). x [M, WIDTH] with `row_stride`, out [M, WIDTH] dense."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * row_stride + columns, mask=inside, other=0.0)
+def normed_row(x, weight, eps, WIDTH: tl.constexpr):
+    """The norm of one row: x and weight [BLOCK], zero from WIDTH on, in the dtype of x."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
     # Products of two half precision numbers are exact in float32, so this is the product in the dtype of x.
     normed = (wide * scale).to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + columns, (normed * weight).to(x.dtype), mask=inside)
+    return (normed * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _normalise(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    row_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: (M,). x [M, WIDTH] with `row_stride`, out [M, WIDTH] dense."""
+    wait_for_previous(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row * row_stride + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + row * WIDTH + columns, normed_row(x, weight, eps, WIDTH), mask=inside)
+
+
+def row_cut(width: int, element_size: int) -> tuple[int, int]:
+    """(block, warps) of a program that holds a row: a load of 16 bytes a thread, as far as warps go."""
+    block = triton.next_power_of_2(width)
+    return block, min(max(block * element_size // (16 * 32), 1), MAX_WARPS)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,7 +67,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, width = x.shape
     if num_rows:
-        block = triton.next_power_of_2(width)
-        warps = min(max(block * x.element_size() // (16 * 32), 1), MAX_WARPS)
-        _normalise[(num_rows,)](x, weight, out, x.stride(0), eps, width, block, num_warps=warps)
+        block, warps = row_cut(width, x.element_size())
+        options = overlap_options(x.device)
+        _normalise[(num_rows,)](x, weight, out, x.stride(0), eps, width, block, num_warps=warps, **options)
     return out

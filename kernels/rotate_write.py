@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.rotate_write import check_rotate_write
 
 BLOCK_BYTES = 1024  # of either half of the heads of a program: 16 for each thread of two warps
@@ -113,11 +114,13 @@ def _rotate_write(
     K_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Grid: (M * groups,), a row's groups of HEADS heads one behind another: of queries, of keys, of values."""
     query_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     groups: tl.constexpr = query_groups + 2 * kv_groups
+    wait_for_previous(OVERLAP)
     row = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
     lanes = tl.arange(0, HEADS)[:, None]
@@ -205,5 +208,6 @@ def rotate_write(
         HALF=half,
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,
+        **overlap_options(qkv.device),
     )
     return query

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.silu_mul import check_silu_mul
 
 #: Of the result, of a program: two stores of 16 bytes for each thread of four warps, or one for each of two warps where
@@ -23,9 +24,17 @@ MAX_REGISTERS = 40
 
 
 @triton.jit
-def _gated(gate_up_ptr, out_ptr, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def _gated(
+    gate_up_ptr,
+    out_ptr,
+    row_stride,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """Grid: (M * tiles of a row,). gate_up [M, 2 * WIDTH] with `row_stride`, out [M, WIDTH] dense."""
     num_tiles: tl.constexpr = (WIDTH + TILE - 1) // TILE
+    wait_for_previous(OVERLAP)
     row = (tl.program_id(0) // num_tiles).to(tl.int64)
     columns = tl.program_id(0) % num_tiles * TILE + tl.arange(0, TILE)
     inside = columns < WIDTH
@@ -52,5 +61,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         tile_bytes, warps = (SMALL_TILE_BYTES, SMALL_WARPS) if small else (TILE_BYTES, NUM_WARPS)
         tile = tile_bytes // out.element_size()
         grid = (num_rows * triton.cdiv(width, tile),)
-        _gated[grid](gate_up, out, gate_up.stride(0), width, tile, num_warps=warps, maxnreg=MAX_REGISTERS)
+        options = {"num_warps": warps, "maxnreg": MAX_REGISTERS, **overlap_options(gate_up.device)}
+        _gated[grid](gate_up, out, gate_up.stride(0), width, tile, **options)
     return out

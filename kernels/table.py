@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kernels.accept import accept
+from kernels.add_norm import add_norm
 from kernels.allocate import allocate
 from kernels.choose import choose
 from kernels.compact import compact
@@ -19,6 +20,7 @@ from kernels.pack import pack
 from kernels.pack_trees import pack_trees
 from kernels.prune import prune
 from kernels.ref.accept import accept as accept_reference
+from kernels.ref.add_norm import add_norm as add_norm_reference
 from kernels.ref.allocate import allocate as allocate_reference
 from kernels.ref.choose import choose as choose_reference
 from kernels.ref.compact import compact as compact_reference
@@ -46,6 +48,7 @@ KERNELS: dict[str, tuple[Callable, Callable]] = {
     "rms_norm": (rms_norm, rms_norm_reference),
     "rotate_write": (rotate_write, rotate_write_reference),
     "attend_rows": (attend_rows, attend_rows_plainly),
+    "add_norm": (add_norm, add_norm_reference),
     "silu_mul": (silu_mul, silu_mul_reference),
     "choose": (choose, choose_reference),
     "accept": (accept, accept_reference),

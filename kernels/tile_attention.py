@@ -30,6 +30,7 @@ from functools import cache
 import torch
 import triton
 
+from kernels.overlap import overlap_options
 from kernels.ref.tile_attention import MAX_MASKED_ROWS, tile_attention_tensors
 from kernels.tensor_checks import require_device, require_int64, require_rows
 from kernels.tile_attention_device import MIN_BLOCKS, attend, combine
@@ -90,6 +91,8 @@ def choose_tile(
         variant = "rows16" if max_rows <= 16 else "rows128"
     heads = group if variant == "packed" else 1
     rows = {"rows16": 16, "rows128": 128}.get(variant) or min(max(triton.next_power_of_2(max_rows * group), 16), 128)
+    if rows == 32:
+        rows = 64  # whose four warps hold 16 rows each, all keys of them: they need not talk to each other
     keys = 64 if head_dim <= 128 else 32
     if element_size == 4:  # no matrix unit computes in full float32, and larger tiles would not fit the registers
         rows, keys = 16, keys // 2
@@ -100,8 +103,8 @@ def choose_tile(
         room = num_sms // max(programs, 1)
         parts = triton.cdiv(max_context + max_rows, keys) // MIN_BLOCKS.value
         splits = _power_of_2_below(min(room, parts, _MAX_SPLITS))
-        if rows == 64 and programs > num_sms:
-            keys = 32  # then two programs fit a multiprocessor
+        if rows == 64 and num_sms < programs <= 2 * num_sms:
+            keys = 32  # then two programs fit a multiprocessor, and all of them run at once
     return Tile(heads, rows, keys, splits, num_warps=8 if rows == 128 else 4, num_stages=stages)
 
 
@@ -163,6 +166,7 @@ def launch(
         ZERO_BLOCK=triton.next_power_of_2(tile.heads * head_dim),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap_options(query.device),
     )
     if split:
         heads = max(min(triton.next_power_of_2(num_heads), 1024 // dim), 1)
@@ -179,6 +183,7 @@ def launch(
             DIM=dim,
             BLOCK_HEADS=heads,
             num_warps=4,
+            **overlap_options(query.device),
         )
     return out
 

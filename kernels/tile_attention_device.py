@@ -3,32 +3,30 @@
 import triton
 import triton.language as tl
 
+from kernels.overlap import wait_for_previous
+
 MIN_BLOCKS = tl.constexpr(2)  # key blocks that a split takes at least, lest parts cost more than they spare
 
 
 @triton.jit
-def _load(pointers, inside, dims, CHECK: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Rows [N, DIM] with zeros past HEAD_DIM and, if checked, where not `inside` [N]; no mask where none is needed."""
-    if CHECK:
-        mask = inside[:, None]
-        if DIM != HEAD_DIM:
-            mask = mask & (dims < HEAD_DIM)[None, :]
-        return tl.load(pointers, mask=mask, other=0.0)
+def _load(pointers, inside, dims, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Rows [N, DIM] with zeros past HEAD_DIM and where not `inside` [N]."""
+    mask = inside[:, None]
     if DIM != HEAD_DIM:
-        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-    return tl.load(pointers)
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _attend_blocks(
     query,
     sight,
-    state,
     k_ptr,
     v_ptr,
     k_stride_row,
     v_stride_row,
     first_block,
+    first_masked,
     last_block,
     context,
     end,
@@ -37,10 +35,16 @@ def _attend_blocks(
     DIM: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """Key blocks first_block..last_block-1 go into the running softmax; unmasked ones are seen whole by every row."""
-    acc, row_max, row_sum = state
+    """(values, maximum, sum) of the running softmax over key blocks first_block..last_block-1.
+
+    Blocks below `first_masked` are seen whole by every row. All blocks go through one loop, so that their loads form
+    one pipeline: a second one for the few masked blocks would have to fill anew.
+    """
+    rows: tl.constexpr = query.shape[0]
+    acc = tl.zeros([rows, DIM], tl.float32)
+    row_max = tl.full([rows], float("-inf"), tl.float32)
+    row_sum = tl.zeros([rows], tl.float32)
     within = tl.arange(0, BLOCK_KEYS)
     dims = tl.arange(0, DIM)
     k_offsets = within[:, None] * k_stride_row + dims[None, :]
@@ -48,9 +52,9 @@ def _attend_blocks(
     for block in tl.range(first_block, last_block):
         start = block * BLOCK_KEYS
         inside = start + within < end
-        key = _load(k_ptr + start.to(tl.int64) * k_stride_row + k_offsets, inside, dims, MASKED, HEAD_DIM, DIM)
+        key = _load(k_ptr + start.to(tl.int64) * k_stride_row + k_offsets, inside, dims, HEAD_DIM, DIM)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if MASKED:
+        if block >= first_masked:
             own = start + within - context  # row of the request; below 0: committed context
             if CAUSAL:
                 visible = own[None, :] <= sight[:, None]
@@ -59,12 +63,10 @@ def _attend_blocks(
                 visible = (own < 0)[None, :] | (((sight[:, None] >> shift[None, :]) & 1) != 0)
             scores = tl.where(visible & inside[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        anchor = new_max
-        if MASKED:  # nothing seen yet: -inf - -inf would be NaN
-            anchor = tl.where(new_max == float("-inf"), 0.0, new_max)
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: -inf - -inf would be NaN
         weights = tl.exp2(scores - anchor[:, None])
         decay = tl.exp2(row_max - anchor)
-        value = _load(v_ptr + start.to(tl.int64) * v_stride_row + v_offsets, inside, dims, MASKED, HEAD_DIM, DIM)
+        value = _load(v_ptr + start.to(tl.int64) * v_stride_row + v_offsets, inside, dims, HEAD_DIM, DIM)
         acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
@@ -103,12 +105,14 @@ def attend(
     CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
     ZERO_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One tile of one request over all its keys, or over one part of them; `scale` includes log2(e).
 
     Grid: (heads / HEADS, requests, tiles * splits). Without splits `out` is the answer; with them it is [splits, M, H,
     D] float32 parts beside their base-2 log-sum-exp [splits, M, H], -inf where a part saw nothing and wrote no values.
     """
+    wait_for_previous(OVERLAP)
     head0 = tl.program_id(0) * HEADS
     request = tl.program_id(1)
     tile = tl.program_id(2) // num_splits
@@ -137,7 +141,7 @@ def attend(
     live = row < rows
     row_base = first + row0  # 64 bits; offsets from here on are small
     q_pointers = q_ptr + row_base * q_stride_row + ((row - row0) * q_stride_row + head * q_stride_head)[:, None]
-    query = _load(q_pointers + dims[None, :], live, dims, True, HEAD_DIM, DIM)
+    query = _load(q_pointers + dims[None, :], live, dims, HEAD_DIM, DIM)
     if CAUSAL:
         sight = row
         end = context + tl.minimum(rows, (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS + 1)
@@ -154,29 +158,24 @@ def attend(
     middle = tl.maximum(tl.minimum(seen_by_all // BLOCK_KEYS, high), low)
     k_ptr += slot * k_stride_slot + (head0 // GROUP) * k_stride_head
     v_ptr += slot * v_stride_slot + (head0 // GROUP) * v_stride_head
-    acc = tl.zeros([BLOCK_ROWS, DIM], tl.float32)
-    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-    for masked in tl.static_range(2):
-        acc, row_max, row_sum = _attend_blocks(
-            query,
-            sight,
-            (acc, row_max, row_sum),
-            k_ptr,
-            v_ptr,
-            k_stride_row,
-            v_stride_row,
-            middle if masked else low,
-            high if masked else middle,
-            context,
-            end,
-            scale,
-            HEAD_DIM,
-            DIM,
-            BLOCK_KEYS,
-            CAUSAL,
-            masked == 1,
-        )
+    acc, row_max, row_sum = _attend_blocks(
+        query,
+        sight,
+        k_ptr,
+        v_ptr,
+        k_stride_row,
+        v_stride_row,
+        low,
+        middle,
+        high,
+        context,
+        end,
+        scale,
+        HEAD_DIM,
+        DIM,
+        BLOCK_KEYS,
+        CAUSAL,
+    )
 
     seen = row_sum != 0  # NaN counts as seen: it must show
     acc = acc / tl.where(seen, row_sum, 1.0)[:, None]
@@ -203,11 +202,13 @@ def combine(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Puts the parts of a row together, weighted by their share of the softmax sum; rows of no request become zero.
 
     Grid: (rows, heads / BLOCK_HEADS). Reads only the parts that saw a key.
     """
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     dims = tl.arange(0, DIM)

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 from workbench.decode.rows import Workspace, pack_chunks
+from workbench.models import fused as fused_module
 from workbench.models.adapt import quicken
 from workbench.models.forwards import ForwardReport, SwitchedForward
 from workbench.models.fused import fuse_model, layer_weights, unfuse_model
@@ -37,6 +38,30 @@ def test_fused_equals_stock(target):
     fused = fresh(target)
     assert fused.forward_report.kind == "fused" and fused.forward_report.merged == 3 * target.num_layers
     assert_alike(fused, tile_twin(target), 1e-5)
+
+
+def test_products_in_halves_equal_stock(target, monkeypatch):
+    """What a GPU does with few rows of large matrices."""
+    halves = []
+    monkeypatch.setattr(fused_module, "_cut_pays", lambda x, weight: not halves.append(weight.shape))
+    assert_alike(fresh(target), tile_twin(target), 1e-5)
+    assert len(halves) > 2 * target.num_layers and len(set(halves)) == 2
+
+
+def test_a_stream_that_is_changed_between_layers_is_normed_anew(tiny_qwen3):
+    """The norm that a layer made for the next one is of a stream that no longer counts."""
+
+    def doubled(target):
+        layer = target.model.get_decoder().layers[0]
+        handle = layer.register_forward_hook(lambda module, given, hidden: 2 * hidden)
+        found = rounds(target)
+        handle.remove()
+        return found
+
+    fused, twin = fresh(tiny_qwen3), tile_twin(tiny_qwen3)
+    changed, plain = doubled(fused), rounds(fused)
+    for got, wanted, before in zip(changed, doubled(twin), plain, strict=True):
+        assert error(got, wanted) < 1e-5 < error(got, before)
 
 
 def test_fused_model_takes_other_weights(tiny_qwen3):

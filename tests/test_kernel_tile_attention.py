@@ -242,13 +242,13 @@ def test_route_and_splits_follow_from_sizes() -> None:
         return choose_tile(variant, 4, 8, 128, requests, rows, context, size, sms)
 
     assert [tile("paper", 8, n).rows for n in (1, 16, 17, 500)] == [16, 16, 128, 128]
-    assert [tile("auto", 8, n).rows for n in (1, 8, 16, 60, 64, 65)] == [16, 32, 64, 128, 128, 128]
+    assert [tile("auto", 8, n).rows for n in (1, 8, 16, 60, 64, 65)] == [16, 64, 64, 128, 128, 128]
     assert [tile("auto", 8, n).heads for n in (64, 65)] == [4, 1]
     assert [tile("packed", n, 16).splits for n in (1, 2, 8, 16, 32)] == [16, 8, 2, 1, 1]
     assert [tile("packed", n, 60).splits for n in (1, 4, 8)] == [8, 2, 1]
     assert [tile("packed", 1, 16, context).splits for context in (0, 300, 1024)] == [1, 2, 8]
     assert {tile(variant, 1, 16).splits for variant in ("rows16", "rows128", "paper")} == {1}
-    assert [tile("packed", n, 16).keys for n in (16, 17, 32)] == [64, 32, 32]
+    assert [tile("packed", n, 16).keys for n in (16, 17, 33, 34)] == [64, 32, 32, 64]
     assert tile("packed", 8, 16, size=4).rows == 16
 
 

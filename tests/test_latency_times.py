@@ -209,9 +209,9 @@ def test_drafters_of_the_arms(target):
 def test_tiles_of_an_arm_reach_target_and_draft(arm, monkeypatch):
     found = {"draft": set(), "target": set()}
 
-    def recorded(x, weights, layer, call):
+    def recorded(x, weights, layer, call, following):
         found["draft"].add(call.variant)
-        run_layer(x, weights, layer, call)
+        run_layer(x, weights, layer, call, following)
 
     class Call(TileCall):
         def attend(self, *given):

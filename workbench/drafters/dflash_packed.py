@@ -8,6 +8,7 @@ all layers in one product.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch.nn import functional
@@ -132,8 +133,8 @@ def block_states(
     """
     cos, sin = turn[0][rows.positions], turn[1][rows.positions]
     call = FusedCall(rows, kv, cos, sin, variant)
-    for index, layer in enumerate(weights.layers):
-        run_layer(x, layer, index, call)
+    for index, (layer, following) in enumerate(zip_longest(weights.layers, weights.layers[1:])):
+        run_layer(x, layer, index, call, following)
     said = x.unflatten(0, (-1, rows.max_rows))[:, first_slot:].flatten(0, 1)
     return kernel("rms_norm", x.device)(said, weights.norm, weights.eps)
 

@@ -6,7 +6,7 @@ nothing is stored on the model and two engines can share one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from workbench.batch import DeviceRows
 from workbench.kernel_path import register_operators
 from workbench.models.cache import SlotCache
+from workbench.models.forwards import NormAhead
 from workbench.models.packed import PackedRows
 
 ATTENTION_NAME = "workbench_packed"
@@ -53,12 +54,14 @@ class TileCall:
         kv: all layers of a `SlotCache`.
         variant: tile, see `attention_by_name`.
         fast: run the layers' fast forward, see `workbench.models.forwards`.
+        ahead: of the fast forward, from layer to layer.
     """
 
     rows: DeviceRows
     kv: torch.Tensor
     variant: str
     fast: bool
+    ahead: NormAhead = field(default_factory=NormAhead)
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float

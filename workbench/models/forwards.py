@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 #: The model's own operations; those, compiled; a fixed sequence of kernels; the best that fits target and device.
@@ -54,6 +55,26 @@ class ForwardReport:
     seconds: list[float] = field(default_factory=list)
     reason: str = ""
     places: WeightPlaces | None = field(default=None, repr=False, compare=False)
+
+
+class NormAhead:
+    """The norm that a layer begins with, where the layer before made it with its last product."""
+
+    def __init__(self) -> None:
+        self._of: torch.Tensor | None = None
+        self._normed: torch.Tensor | None = None
+
+    def put(self, of: torch.Tensor, normed: torch.Tensor) -> None:
+        """Keeps the norm of the residual stream `of`, which nobody may change in place before it is taken."""
+        self._of, self._normed = of, normed
+
+    def take(self, of: torch.Tensor) -> torch.Tensor | None:
+        """The norm of what lies at that very place, once; None if what was kept is of another, or nothing was."""
+        kept = self._of  # alive, so nothing else lies where it does
+        same = kept is not None and kept.data_ptr() == of.data_ptr() and kept.shape == of.shape
+        normed = self._normed if same else None
+        self._of = self._normed = None
+        return normed
 
 
 class SwitchedForward:
