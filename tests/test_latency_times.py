@@ -302,6 +302,6 @@ def test_everything_on_a_gpu():
     assert [row["what"] for row in forwards[:4]] == ["fused", *PRODUCTS, "fused"]
     assert all(row["capture_s"] > 0 and row["note"] == "" for row in forwards)
     graphs = {row["arm"]: row["graphs"] for row in steps if row["requests"] == 3}
-    few = {"launched": 1, "ar": 2, "dart": 2, "allocation": 2}
+    few = {"launched": 1, "ar": 2, "dart": 2, "dart_search": 1, "allocation": 2}
     assert graphs == dict.fromkeys(ARMS, 3) | few
     assert all(row["num_eager"] == 0 and row["capture_s"] > 0 for row in steps) and drafts[0]["share"] < 1
