@@ -41,8 +41,9 @@ def _add_norm(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
     total = tl.load(total_ptr, mask=inside, other=0.0)
     added = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        added += tl.load(parts_ptr + part * part_stride, mask=inside, other=0.0)
+    for _ in tl.static_range(PARTS):
+        added += tl.load(parts_ptr, mask=inside, other=0.0)
+        parts_ptr += part_stride  # step by step: the product of both need not fit 32 bits
     total = (total.to(tl.float32) + added).to(total.dtype)
     tl.store(total_ptr, total, mask=inside)
     tl.store(out_ptr + row * WIDTH + columns, normed_row(total, weight, eps, WIDTH), mask=inside)

@@ -1,8 +1,8 @@
 """Launches that begin while the kernel before them ends: programmatic dependent launch, from compute capability 9.0 on.
 
-A kernel so launched may start as soon as the last programs of the kernel before it have begun to finish, which hides
-the time of its own launch; it must wait before it touches memory. Every program waits, those with nothing to do too:
-the kernel behind counts on it that what this one waited for is done when this one is.
+A kernel so launched may start once all programs of the kernel before it have ended, or said that it may (ours never say
+so), which hides the time of its own launch; it must wait before it touches memory. Every program waits, those with
+nothing to do too: the kernel behind counts on it that what this one waited for is done when this one is.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_a_stream_that_is_changed_between_layers_is_normed_anew(tiny_qwen3):
 
     def doubled(target):
         layer = target.model.get_decoder().layers[0]
-        handle = layer.register_forward_hook(lambda module, given, hidden: 2 * hidden)
+        handle = layer.register_forward_hook(lambda module, given, hidden: hidden.roll(1, -1))
         found = rounds(target)
         handle.remove()
         return found
@@ -62,6 +62,24 @@ def test_a_stream_that_is_changed_between_layers_is_normed_anew(tiny_qwen3):
     changed, plain = doubled(fused), rounds(fused)
     for got, wanted, before in zip(changed, doubled(twin), plain, strict=True):
         assert error(got, wanted) < 1e-5 < error(got, before)
+
+
+def test_layers_that_are_passed_over_or_change_places(tiny_qwen3):
+    """A norm made for the layer that should have come next is not another one's."""
+
+    def passed_over(layers):
+        layers[1].forward = lambda hidden_states, **_: hidden_states
+
+    def swapped(layers):
+        layers[1].forward, layers[2].forward = layers[2].forward, layers[1].forward
+
+    for change in (passed_over, swapped):
+        fused, twin = fresh(tiny_qwen3), tile_twin(tiny_qwen3)
+        plain = rounds(twin)[0]
+        for target in (fused, twin):
+            change(target.model.get_decoder().layers)
+        wanted = rounds(twin)[0]
+        assert error(rounds(fused)[0], wanted) < 1e-5 < error(plain, wanted)
 
 
 def test_fused_model_takes_other_weights(tiny_qwen3):

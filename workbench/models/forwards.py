@@ -61,20 +61,19 @@ class NormAhead:
     """The norm that a layer begins with, where the layer before made it with its last product."""
 
     def __init__(self) -> None:
-        self._of: torch.Tensor | None = None
-        self._normed: torch.Tensor | None = None
+        self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def put(self, of: torch.Tensor, normed: torch.Tensor) -> None:
-        """Keeps the norm of the residual stream `of`, which nobody may change in place before it is taken."""
-        self._of, self._normed = of, normed
+    def put(self, of: torch.Tensor, weight: torch.Tensor, normed: torch.Tensor) -> None:
+        """Keeps the norm of the residual stream `of` by `weight`; `of` may not change in place before it is taken."""
+        self._kept = (of, weight, normed)
 
-    def take(self, of: torch.Tensor) -> torch.Tensor | None:
-        """The norm of what lies at that very place, once; None if what was kept is of another, or nothing was."""
-        kept = self._of  # alive, so nothing else lies where it does
-        same = kept is not None and kept.data_ptr() == of.data_ptr() and kept.shape == of.shape
-        normed = self._normed if same else None
-        self._of = self._normed = None
-        return normed
+    def take(self, of: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """The norm by that very weight of what lies at that very place, once; None if another was kept, or none."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept[1] is not weight:
+            return None
+        stream = kept[0]  # alive, so nothing else lies where it does
+        return kept[2] if stream.data_ptr() == of.data_ptr() and stream.shape == of.shape else None
 
 
 class SwitchedForward:

@@ -3,7 +3,9 @@
     x += out(attention(rotate(norm(qkv(norm(x))))))      x += down(silu(gate) * up of norm(x))
 
 The stock layers of transformers say the same in some thirty operations. Weights stay where the model has them, merged
-into fewer matrices (`workbench.models.merge`); the residual stream is updated in place by the products themselves.
+into fewer matrices (`workbench.models.merge`); the residual stream is updated in place by the products
+themselves, or, where few rows make it pay to cut a product, by the norm behind it. The first norm of a layer is made at
+the end of the layer before. Attention that splits its keys takes a tenth launch.
 Nothing here reads on the host, so it can be captured. A single row takes matrix-vector kernels, as libraries for
 matrix products leave a third of the bandwidth unused there.
 """
@@ -175,7 +177,7 @@ def run_layer(
         call: shared by all layers.
         following: the layer that runs next on the same tensor; its first norm is made here.
     """
-    normed = call.ahead.take(x)
+    normed = call.ahead.take(x, weights.norm1)
     if normed is None:
         normed = kernel("rms_norm", x.device)(x, weights.norm1, weights.eps)
     attended = attention(product(normed, weights.qkv), weights, layer, call)
@@ -184,7 +186,8 @@ def run_layer(
     if following is None:
         add_product(x, values, weights.down)
     else:
-        call.ahead.put(x, add_normed(x, values, weights.down, following.norm1, following.eps))
+        normed = add_normed(x, values, weights.down, following.norm1, following.eps)
+        call.ahead.put(x, following.norm1, normed)
 
 
 def layer_weights(layer: nn.Module) -> LayerWeights | None:
