@@ -1,9 +1,8 @@
 """All that lies between the merged product of a layer and its attention, in one launch.
 
 Queries, keys and values are split, queries and keys normed and rotated, keys and values written into the slot cache.
-A program takes a few heads of one row, all of one kind; the halves of a head are loaded apart, so that a thread holds
-the numbers that are rotated into each other, and the norm of a head stays inside a warp. Rows that belong to no
-request, or whose place lies outside the cache, are not written, so they cannot race with a live row.
+A program takes a few heads of one row, all of one kind, and the norm of a head stays inside a warp. Rows that belong to
+no request, or whose place lies outside the cache, are not written, so they cannot race with a live row.
 
 Least traffic: `qkv` read, as much written, 4 * M * (H + 2 Hk) * D bytes in half precision; cos and sin are small.
 """
@@ -16,64 +15,13 @@ import triton.language as tl
 
 from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.rotate_write import check_rotate_write
+from kernels.rotate_device import load_halves, rotated, store_halves
 
 BLOCK_BYTES = 1024  # of either half of the heads of a program: 16 for each thread of two warps
 NUM_WARPS = 2
 #: Left to itself the assembler aims at 32 to 40 and, to get there, loads the angles and weights only after the sum of
 #: squares: twice the latency.
 MAX_REGISTERS = 56
-
-
-@triton.jit
-def _normed(first, second, weight_1, weight_2, eps, HEAD_DIM: tl.constexpr):
-    """The halves of heads [HEADS, HALF], normed, rounded, weighed and rounded again, in their dtype."""
-    dtype: tl.constexpr = first.dtype
-    first, second = first.to(tl.float32), second.to(tl.float32)
-    squares = tl.sum(first * first + second * second, axis=1)[:, None]
-    scale = tl.rsqrt(squares / HEAD_DIM + eps)
-    # Products of two half precision numbers are exact in float32, so these are the products in the dtype.
-    first = (first * scale).to(dtype).to(tl.float32) * weight_1.to(tl.float32)
-    second = (second * scale).to(dtype).to(tl.float32) * weight_2.to(tl.float32)
-    return first.to(dtype), second.to(dtype)
-
-
-@triton.jit
-def _copy(x_ptr, out_ptr, inside, writable, HEAD_DIM: tl.constexpr):
-    """Heads at `x_ptr` [HEADS, HALF], both halves, to `out_ptr` as they are."""
-    first = tl.load(x_ptr, mask=inside)
-    second = tl.load(x_ptr + HEAD_DIM // 2, mask=inside)
-    tl.store(out_ptr, first, mask=writable)
-    tl.store(out_ptr + HEAD_DIM // 2, second, mask=writable)
-
-
-@triton.jit
-def _rotate(
-    x_ptr,
-    out_ptr,
-    weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    dims,
-    inside,
-    writable,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Heads at `x_ptr` [HEADS, HALF], both halves, normed if asked and rotated, to `out_ptr`."""
-    first = tl.load(x_ptr, mask=inside, other=0.0)
-    second = tl.load(x_ptr + HEAD_DIM // 2, mask=inside, other=0.0)
-    # Angles and weights are loaded for every head anew: from the nearest cache, in the layout of the heads.
-    cos = tl.load(cos_ptr + dims, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + dims, mask=inside, other=0.0)
-    if NORM:
-        weight_1 = tl.load(weight_ptr + dims, mask=inside, other=0.0)
-        weight_2 = tl.load(weight_ptr + HEAD_DIM // 2 + dims, mask=inside, other=0.0)
-        first, second = _normed(first, second, weight_1, weight_2, eps, HEAD_DIM)
-    first, second, cos, sin = first.to(tl.float32), second.to(tl.float32), cos.to(tl.float32), sin.to(tl.float32)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_ptr, (first * cos - second * sin).to(dtype), mask=writable)
-    tl.store(out_ptr + HEAD_DIM // 2, (second * cos + first * sin).to(dtype), mask=writable)
 
 
 @triton.jit
@@ -134,7 +82,9 @@ def _rotate_write(
         inside = first_half & (heads < NUM_HEADS)
         offsets = heads * HEAD_DIM + dims
         out_ptr = query_ptr + row * (NUM_HEADS * HEAD_DIM) + offsets
-        _rotate(row_ptr + offsets, out_ptr, q_weight_ptr, cos_ptr, sin_ptr, dims, inside, inside, eps, HEAD_DIM, Q_NORM)
+        first, second = load_halves(row_ptr + offsets, inside, HEAD_DIM)
+        first, second = rotated(first, second, q_weight_ptr, cos_ptr, sin_ptr, dims, inside, eps, HEAD_DIM, Q_NORM)
+        store_halves(out_ptr, first, second, inside, HEAD_DIM)
     else:
         place, live = _place(slot_ptr, cache_row_ptr, live_ptr, row, num_slots, num_cache_rows, stride_slot, stride_row)
         kv_group = group - query_groups
@@ -145,10 +95,14 @@ def _rotate_write(
         cache_offsets = place + kv_heads * stride_head + dims
         key_ptr = row_ptr + (NUM_HEADS + kv_heads) * HEAD_DIM + dims
         if kv_group < kv_groups:
-            to_ptr = k_ptr + cache_offsets
-            _rotate(key_ptr, to_ptr, k_weight_ptr, cos_ptr, sin_ptr, dims, kv_inside, writable, eps, HEAD_DIM, K_NORM)
+            first, second = load_halves(key_ptr, kv_inside, HEAD_DIM)
+            first, second = rotated(
+                first, second, k_weight_ptr, cos_ptr, sin_ptr, dims, kv_inside, eps, HEAD_DIM, K_NORM
+            )
+            store_halves(k_ptr + cache_offsets, first, second, writable, HEAD_DIM)
         else:
-            _copy(key_ptr + NUM_KV_HEADS * HEAD_DIM, v_ptr + cache_offsets, kv_inside, writable, HEAD_DIM)
+            first, second = load_halves(key_ptr + NUM_KV_HEADS * HEAD_DIM, kv_inside, HEAD_DIM)
+            store_halves(v_ptr + cache_offsets, first, second, writable, HEAD_DIM)
 
 
 def rotate_write(

@@ -31,9 +31,11 @@ from kernels.ref.pack import pack as pack_reference
 from kernels.ref.pack_trees import pack_trees as pack_trees_reference
 from kernels.ref.prune import prune as prune_reference
 from kernels.ref.rms_norm import rms_norm as rms_norm_reference
+from kernels.ref.rotate_attend import rotate_attend as rotate_attend_reference
 from kernels.ref.rotate_write import rotate_write as rotate_write_reference
 from kernels.ref.silu_mul import silu_mul as silu_mul_reference
 from kernels.rms_norm import rms_norm
+from kernels.rotate_attend import rotate_attend
 from kernels.rotate_write import rotate_write
 from kernels.silu_mul import silu_mul
 from kernels.tile_attention import attend_rows, attend_rows_plainly
@@ -47,6 +49,7 @@ KERNELS: dict[str, tuple[Callable, Callable]] = {
     "pack_trees": (pack_trees, pack_trees_reference),
     "rms_norm": (rms_norm, rms_norm_reference),
     "rotate_write": (rotate_write, rotate_write_reference),
+    "rotate_attend": (rotate_attend, rotate_attend_reference),
     "attend_rows": (attend_rows, attend_rows_plainly),
     "add_norm": (add_norm, add_norm_reference),
     "silu_mul": (silu_mul, silu_mul_reference),

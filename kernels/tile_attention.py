@@ -18,7 +18,8 @@ Least traffic of a call: sum over requests of (context + rows) * 2 * Hk * D elem
 Decisions on the host rest on sizes alone, so a call can be captured in a CUDA graph and replayed over other metadata.
 
 Keys and values are written before, by `kernels.kv_write`: programs of one launch have no order among each other, so a
-kernel that wrote the cache could not read it back without a barrier over the whole grid.
+kernel that wrote the cache could not read it back without a barrier over the whole grid. Only where one program owns
+all rows of a request and KV head can it write them itself, see `kernels.rotate_attend`.
 """
 
 from __future__ import annotations
@@ -33,84 +34,28 @@ import triton
 from kernels.overlap import overlap_options
 from kernels.ref.tile_attention import MAX_MASKED_ROWS, tile_attention_tensors
 from kernels.tensor_checks import require_device, require_int64, require_rows
-from kernels.tile_attention_device import MIN_BLOCKS, attend, combine
-
-VARIANTS = ("auto", "paper", "rows16", "rows128", "packed")
+from kernels.tile_attention_device import attend, combine
+from kernels.tile_choice import VARIANTS, Tile, choose_tile
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_SPLITS = 32
 _MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How one call is cut up and launched.
+class Rotation:
+    """What a tile needs to norm and rotate its own queries and keys, see `kernels.ref.rotate_write`.
 
     Attributes:
-        heads: query heads in a tile, 1 or the whole group of a KV head.
-        rows: (row, head) pairs in a tile, a power of two from 16.
-        keys: keys in a step of the running softmax, a power of two from 16.
-        splits: programs that share the keys of a tile.
-        num_warps, num_stages: of the tile kernel.
+        q_weight, k_weight: [D] of the norms of query and key heads, or None.
+        eps: of the norms.
+        cos, sin: [M, D / 2 or more] of each row.
     """
 
-    heads: int
-    rows: int
-    keys: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tile(
-    variant: str,
-    group: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_requests: int,
-    max_rows: int,
-    max_context: int,
-    element_size: int,
-    num_sms: int,
-) -> Tile:
-    """The tile of a call, from static sizes only.
-
-    Args:
-        variant: one of `VARIANTS`.
-        group: query heads of one KV head.
-        num_requests, max_rows, max_context: bounds that the call was made for, not what is live in it.
-        element_size: bytes of an element of the cache.
-        num_sms: multiprocessors of the device.
-
-    Returns:
-        What `launch` takes.
-    """
-    if variant == "auto":
-        variant = "packed" if max_rows <= MAX_MASKED_ROWS else "rows128"
-    elif variant == "paper":
-        variant = "rows16" if max_rows <= 16 else "rows128"
-    heads = group if variant == "packed" else 1
-    rows = {"rows16": 16, "rows128": 128}.get(variant) or min(max(triton.next_power_of_2(max_rows * group), 16), 128)
-    if rows == 32:
-        rows = 64  # whose four warps hold 16 rows each, all keys of them: they need not talk to each other
-    keys = 64 if head_dim <= 128 else 32
-    if element_size == 4:  # no matrix unit computes in full float32, and larger tiles would not fit the registers
-        rows, keys = 16, keys // 2
-    splits, stages = 1, 2 if keys < 64 else 3
-    if variant == "packed":
-        programs = num_requests * num_kv_heads * triton.cdiv(max_rows * heads, rows)
-        # One program a multiprocessor: a second one gains less than joining the parts costs.
-        room = num_sms // max(programs, 1)
-        parts = triton.cdiv(max_context + max_rows, keys) // MIN_BLOCKS.value
-        splits = _power_of_2_below(min(room, parts, _MAX_SPLITS))
-        if rows == 64 and num_sms < programs <= 2 * num_sms:
-            keys = 32  # then two programs fit a multiprocessor, and all of them run at once
-    return Tile(heads, rows, keys, splits, num_warps=8 if rows == 128 else 4, num_stages=stages)
-
-
-def _power_of_2_below(value: int) -> int:
-    """The largest power of two up to `value`, at least 1: few different kernels get compiled."""
-    return 1 << max(value.bit_length() - 1, 0)
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 def launch(
@@ -124,8 +69,13 @@ def launch(
     scale: float,
     max_rows: int,
     tile: Tile,
+    rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """`tile_attention` with a tile of the caller's choice, for measurements; arguments are taken as checked."""
+    """`tile_attention` with a tile of the caller's choice; arguments are taken as checked.
+
+    With a `rotation`, which takes a `rotates` tile, `query` holds raw heads, in whose rows those of raw keys and values
+    follow; the tiles write the rotated keys and the values into the cache.
+    """
     num_rows, num_heads, head_dim = query.shape
     num_requests = slots.shape[0]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -148,10 +98,14 @@ def launch(
         slots if ancestors is None else ancestors,
         parts,
         lse,
+        *_given(rotation, query),
         scale * math.log2(math.e),
+        0.0 if rotation is None else float(rotation.eps),
         num_rows,
         tile.splits,
+        *k_cache.shape[:2],
         *query.stride()[:2],
+        *((0, 0) if rotation is None else (rotation.cos.stride(0), rotation.sin.stride(0))),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         NUM_HEADS=num_heads,
@@ -161,6 +115,9 @@ def launch(
         DIM=dim,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.keys,
+        NEW_ROWS=0 if rotation is None else triton.next_power_of_2(max_rows),
+        Q_NORM=rotation is not None and rotation.q_weight is not None,
+        K_NORM=rotation is not None and rotation.k_weight is not None,
         CAUSAL=ancestors is None,
         SPLIT=split,
         ZERO_BLOCK=triton.next_power_of_2(tile.heads * head_dim),
@@ -186,6 +143,14 @@ def launch(
             **overlap_options(query.device),
         )
     return out
+
+
+def _given(rotation: Rotation | None, stand_in: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors of a rotation, with `stand_in` where there is none to read."""
+    if rotation is None:
+        return (stand_in,) * 4
+    q_weight, k_weight = (stand_in if w is None else w for w in (rotation.q_weight, rotation.k_weight))
+    return q_weight, k_weight, rotation.cos, rotation.sin
 
 
 def attend_rows(
@@ -225,21 +190,28 @@ def attend_rows(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, unknown variant, sizes out of range.
     """
-    _check(query, k_cache, v_cache, slots, starts, context_len, ancestors)
-    _check_sizes(scale, max_rows, max_context, variant, ancestors)
-    num_kv_heads = k_cache.shape[2]
-    tile = choose_tile(
+    check_attention(
+        query, k_cache, v_cache, slots, starts, context_len, ancestors, scale, max_rows, max_context, variant
+    )
+    tile = tile_of_call(query, k_cache.shape[2], slots.shape[0], max_rows, max_context, variant)
+    return launch(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale, max_rows, tile)
+
+
+def tile_of_call(
+    query: torch.Tensor, num_kv_heads: int, num_requests: int, max_rows: int, max_context: int, variant: str
+) -> Tile:
+    """`choose_tile` on the device of `query` [M, H, D]."""
+    return choose_tile(
         variant,
         query.shape[1] // num_kv_heads,
         num_kv_heads,
         query.shape[2],
-        slots.shape[0],
+        num_requests,
         max_rows,
         max_context,
         query.element_size(),
         _num_sms(query.device),
     )
-    return launch(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale, max_rows, tile)
 
 
 @cache
@@ -267,8 +239,9 @@ def attend_rows_plainly(
     variant: str = "auto",
 ) -> torch.Tensor:
     """`attend_rows` in plain torch, on any device; reads its metadata on the host."""
-    _check(query, k_cache, v_cache, slots, starts, context_len, ancestors)
-    _check_sizes(scale, max_rows, max_context, variant, ancestors)
+    check_attention(
+        query, k_cache, v_cache, slots, starts, context_len, ancestors, scale, max_rows, max_context, variant
+    )
     return tile_attention_tensors(query, k_cache, v_cache, slots, starts, context_len, ancestors, scale)
 
 
@@ -277,7 +250,7 @@ def _tile_attention_fake(query: torch.Tensor, *_: object, **__: object) -> torch
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
-def _check(
+def check_attention(
     query: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -285,8 +258,17 @@ def _check(
     starts: torch.Tensor,
     context_len: torch.Tensor,
     ancestors: torch.Tensor | None,
+    scale: float,
+    max_rows: int,
+    max_context: int,
+    variant: str,
 ) -> None:
-    """Refuses tensors that the kernels would misread."""
+    """Refuses tensors that the kernels would misread, and numbers outside their range; looks at no contents.
+
+    Raises:
+        ValueError: see `attend_rows`.
+    """
+    _check_sizes(scale, max_rows, max_context, variant, ancestors)
     if query.dim() != 3 or query.dtype not in _DTYPES or not 1 <= query.shape[2] <= _MAX_HEAD_DIM:
         expected = f"[M, H, D], D in 1..{_MAX_HEAD_DIM}, float32, float16 or bfloat16"
         raise ValueError(f"query is {query.dtype} {list(query.shape)}; expected {expected}")

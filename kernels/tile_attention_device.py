@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kernels.overlap import wait_for_previous
+from kernels.rotate_device import joined, load_halves, rotated, store_halves
 
 MIN_BLOCKS = tl.constexpr(2)  # key blocks that a split takes at least, lest parts cost more than they spare
 
@@ -63,7 +64,8 @@ def _attend_blocks(
                 visible = (own < 0)[None, :] | (((sight[:, None] >> shift[None, :]) & 1) != 0)
             scores = tl.where(visible & inside[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: -inf - -inf would be NaN
+        # Nothing seen yet: -inf - -inf would be NaN. In a block that is seen whole it is what overflow left, and shows.
+        anchor = tl.where((new_max == float("-inf")) & (block >= first_masked), 0.0, new_max)
         weights = tl.exp2(scores - anchor[:, None])
         decay = tl.exp2(row_max - anchor)
         value = _load(v_ptr + start.to(tl.int64) * v_stride_row + v_offsets, inside, dims, HEAD_DIM, DIM)
@@ -84,11 +86,20 @@ def attend(
     ancestors_ptr,
     out_ptr,
     lse_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
     scale,
+    eps,
     num_rows,
     num_splits,
+    num_slots,
+    num_cache_rows,
     q_stride_row,
     q_stride_head,
+    cos_stride,
+    sin_stride,
     k_stride_slot,
     k_stride_row,
     k_stride_head,
@@ -102,6 +113,9 @@ def attend(
     DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    NEW_ROWS: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
     CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
     ZERO_BLOCK: tl.constexpr,
@@ -111,6 +125,8 @@ def attend(
 
     Grid: (heads / HEADS, requests, tiles * splits). Without splits `out` is the answer; with them it is [splits, M, H,
     D] float32 parts beside their base-2 log-sum-exp [splits, M, H], -inf where a part saw nothing and wrote no values.
+    With NEW_ROWS > 0 a request has one tile of up to so many rows, its KV head is the program's alone, and queries are
+    raw, their keys and values behind them in `q`: the program rotates them, and writes the rows among its own keys.
     """
     wait_for_previous(OVERLAP)
     head0 = tl.program_id(0) * HEADS
@@ -140,8 +156,8 @@ def attend(
     dims = tl.arange(0, DIM)
     live = row < rows
     row_base = first + row0  # 64 bits; offsets from here on are small
-    q_pointers = q_ptr + row_base * q_stride_row + ((row - row0) * q_stride_row + head * q_stride_head)[:, None]
-    query = _load(q_pointers + dims[None, :], live, dims, HEAD_DIM, DIM)
+    q_ptr += row_base * q_stride_row
+    q_pointers = q_ptr + ((row - row0) * q_stride_row + head * q_stride_head)[:, None]
     if CAUSAL:
         sight = row
         end = context + tl.minimum(rows, (tile * BLOCK_ROWS + BLOCK_ROWS - 1) // HEADS + 1)
@@ -158,6 +174,35 @@ def attend(
     middle = tl.maximum(tl.minimum(seen_by_all // BLOCK_KEYS, high), low)
     k_ptr += slot * k_stride_slot + (head0 // GROUP) * k_stride_head
     v_ptr += slot * v_stride_slot + (head0 // GROUP) * v_stride_head
+    if NEW_ROWS:
+        half = tl.arange(0, DIM // 2)[None, :]
+        cos_ptr += row_base * cos_stride
+        sin_ptr += row_base * sin_stride
+        new = tl.arange(0, NEW_ROWS)
+        place = context + new
+        # Nothing outside the cache is written, whatever the metadata say.
+        stop = tl.where((slot >= 0) & (slot < num_slots), tl.minimum(high * BLOCK_KEYS, num_cache_rows), 0)
+        wanted = (new < rows) & (place >= tl.maximum(low * BLOCK_KEYS, 0)) & (place < stop)
+        # All loads come first: none has to wait for another.
+        queried = live[:, None] & (half < HEAD_DIM)
+        query_1, query_2 = load_halves(q_pointers + half, queried, HEAD_DIM)
+        writable = wanted[:, None] & (half < HEAD_DIM)
+        key_ptr = q_ptr + (new * q_stride_row + (NUM_HEADS + head0 // GROUP) * q_stride_head)[:, None] + half
+        key_1, key_2 = load_halves(key_ptr, writable, HEAD_DIM)
+        value_1, value_2 = load_halves(key_ptr + NUM_HEADS // GROUP * q_stride_head, writable, HEAD_DIM)
+        new_cos, new_sin = cos_ptr + (new * cos_stride)[:, None], sin_ptr + (new * sin_stride)[:, None]
+        key_1, key_2 = rotated(key_1, key_2, k_weight_ptr, new_cos, new_sin, half, writable, eps, HEAD_DIM, K_NORM)
+        row_cos, row_sin = cos_ptr + (row * cos_stride)[:, None], sin_ptr + (row * sin_stride)[:, None]
+        query_1, query_2 = rotated(
+            query_1, query_2, q_weight_ptr, row_cos, row_sin, half, queried, eps, HEAD_DIM, Q_NORM
+        )
+        to_row = place.to(tl.int64)[:, None]
+        store_halves(k_ptr + to_row * k_stride_row + half, key_1, key_2, writable, HEAD_DIM)
+        store_halves(v_ptr + to_row * v_stride_row + half, value_1, value_2, writable, HEAD_DIM)
+        query = joined(query_1, query_2)
+        tl.debug_barrier()  # other threads of this program load what was written
+    else:
+        query = _load(q_pointers + dims[None, :], live, dims, HEAD_DIM, DIM)
     acc, row_max, row_sum = _attend_blocks(
         query,
         sight,

@@ -11,6 +11,7 @@ from drafter_zoo import stock_model, tile_twin
 from forward_setup import assert_alike, error, fresh, rounds, small
 from test_target import SMALL, random_tree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5Config,
@@ -27,10 +28,11 @@ from transformers import (
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
 from workbench.decode.rows import Workspace, pack_chunks
+from workbench.measure.kernel_times import worst_row_error
 from workbench.models import fused as fused_module
 from workbench.models.adapt import quicken
 from workbench.models.forwards import ForwardReport, SwitchedForward
-from workbench.models.fused import fuse_model, layer_weights, unfuse_model
+from workbench.models.fused import _cut_pays, fuse_model, layer_weights, product_in_halves, unfuse_model
 from workbench.models.target import Target
 
 
@@ -46,6 +48,77 @@ def test_products_in_halves_equal_stock(target, monkeypatch):
     monkeypatch.setattr(fused_module, "_cut_pays", lambda x, weight: not halves.append(weight.shape))
     assert_alike(fresh(target), tile_twin(target), 1e-5)
     assert len(halves) > 2 * target.num_layers and len(set(halves)) == 2
+
+
+def cut(
+    rows: int = 60,
+    inner: int = 4096,
+    outputs: int = 4096,
+    strides: tuple[int, int] = (1, 1),
+    device: str = "cuda",
+    dtype: torch.dtype = torch.float16,
+) -> bool:
+    """Whether such a product is cut, told of tensors without memory; strides of x and weight within a row."""
+    with FakeTensorMode():
+        x, weight = (
+            torch.empty_strided((size, inner), (inner * stride, stride), device=device, dtype=dtype)
+            for size, stride in zip((rows, outputs), strides, strict=True)
+        )
+        return _cut_pays(x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_few_rows_of_large_matrices_are_cut_up_to_the_bounds(dtype):
+    for rows in (2, 60, 256):
+        assert cut(rows, dtype=dtype)
+    assert cut(inner=2000, outputs=4000, dtype=dtype)
+    assert not cut(inner=2000, outputs=3999, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"device": "cpu"}, id="on a CPU"),
+        pytest.param({"dtype": torch.float32}, id="float32"),
+        pytest.param({"rows": 1}, id="one row"),
+        pytest.param({"rows": 257}, id="too many rows"),
+        pytest.param({"inner": 4104}, id="halves whose rows do not begin at 16 bytes"),
+        pytest.param({"strides": (2, 1)}, id="x with gaps"),
+        pytest.param({"strides": (1, 2)}, id="weight with gaps"),
+    ],
+)
+def test_products_that_are_not_cut(change):
+    assert cut() and not cut(**change)
+
+
+def assert_halves_right(rows: int, inner: int, outputs: int, dtype: torch.dtype, device: str) -> None:
+    generator = torch.Generator().manual_seed(rows + outputs)
+    x = torch.randn(rows, inner, generator=generator).to(device, dtype)
+    weight = torch.randn(outputs, inner, generator=generator).to(device, dtype)
+    found = product_in_halves(x, weight)
+    assert found.dtype == torch.float32 and found.shape == (2, rows, outputs) and found.is_contiguous()
+    pairs = zip(x.double().chunk(2, 1), weight.double().chunk(2, 1), strict=True)
+    exact = torch.stack([left @ right.t() for left, right in pairs]).flatten(0, 1)
+    # Products of two half precision numbers are exact in float32, so what is lost is lost in summing. Matrix units cut
+    # their running sum off where float32 ends, some 130 times, always towards zero: 4e-6 is to be expected of that. To
+    # round a part to half precision on the way costs 2e-4 at the least, and the norm behind must not see it.
+    parts = found.flatten(0, 1)
+    assert worst_row_error(parts, exact) <= 5e-5 < worst_row_error(parts.to(dtype), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_equal_float64(dtype):
+    for rows, inner, outputs in ((2, 32, 40), (5, 2, 8), (60, 96, 33)):
+        assert_halves_right(rows, inner, outputs, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("outputs", [4096, 4104])
+@pytest.mark.parametrize("rows", [2, 60, 256])
+def test_halves_on_cuda_equal_float64(rows, outputs, dtype):
+    """Outputs that fill whole tiles, and some that do not."""
+    assert_halves_right(rows, 4096, outputs, dtype, "cuda")
 
 
 def test_a_stream_that_is_changed_between_layers_is_normed_anew(tiny_qwen3):
@@ -371,11 +444,8 @@ def norm_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 5, 60])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
-def test_fused_on_cuda_equals_stock_and_replays_over_other_tokens(config_class, dtype, limit, num_rows):
+def assert_replays_like_stock(config_class: type, dtype: torch.dtype, limit: float, num_rows: int) -> None:
+    """A prompt of 37 tokens, then trees, also those that a captured forward finds in its place."""
     fused, stock = cuda_pair(config_class, dtype)
     rng = np.random.default_rng(num_rows)
     prompt = rng.integers(0, 512, 37)
@@ -399,3 +469,31 @@ def test_fused_on_cuda_equals_stock_and_replays_over_other_tokens(config_class, 
         expected = stock.forward(rows[1], caches[1], (1, 2))
         assert norm_error(out.logits, expected.logits) <= limit and norm_error(out.taps, expected.taps) <= limit
         assert norm_error(caches[0].kv, caches[1].kv) <= limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 5, 60])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+def test_fused_on_cuda_equals_stock_and_replays_over_other_tokens(config_class, dtype, limit, num_rows):
+    assert_replays_like_stock(config_class, dtype, limit, num_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 60])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+def test_fused_on_cuda_equals_stock_with_products_in_halves(config_class, dtype, limit, num_rows, monkeypatch):
+    """As with large matrices, of which no model in the tests has any."""
+    cut_rows = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        cut_rows.append(len(x))
+        return product_in_halves(x, weight)
+
+    monkeypatch.setattr(fused_module, "CUT_WEIGHTS", 0)
+    monkeypatch.setattr(fused_module, "product_in_halves", counted)
+    assert_replays_like_stock(config_class, dtype, limit, num_rows)
+    # Two products in each of three layers, but for the last, behind which no norm of a layer follows: of the prompt's
+    # forward, of the plain one over a tree, and of the captured one.
+    assert cut_rows.count(37) == 5 and cut_rows.count(num_rows) == 2 * 5

@@ -6,8 +6,6 @@ that is rounded part by part, rows read at another stride, and elements of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from decision_setup import DEVICE, captured
@@ -15,7 +13,6 @@ from test_kernel_rms_norm import EPS, SMALL, TOLERANCES, _poisoned, assert_right
 
 from kernels.add_norm import add_norm
 from kernels.ref.add_norm import add_norm as reference
-from kernels.rms_norm import rms_norm
 
 ALL = list(TOLERANCES)
 
@@ -102,25 +99,3 @@ def test_captured_over_changed_contents() -> None:
         expected = before.double() + parts.double().sum(0)
         torch.testing.assert_close(total.double(), expected, rtol=1.01 * 2**-8, atol=1e-5)
         assert_right(got, total, weight)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 40, 700])
-def test_launches_that_overlap_wait_for_each_other(num_rows: int) -> None:
-    """A chain in which every launch reads what the one before wrote, against the same one with a pause after each."""
-    total, parts, weight = inputs(num_rows, 4096, 2, torch.float32)
-
-    def chain(pause: Callable[[], None]) -> torch.Tensor:
-        stream, said = total.clone(), total
-        for step in range(60):
-            said = add_norm(stream, parts * 0 + said, weight, EPS) if step % 2 else rms_norm(said, weight, EPS)
-            pause()
-        return said
-
-    expected = chain(torch.cuda.synchronize)
-    for _ in range(5):
-        assert torch.equal(chain(lambda: None), expected)
-    graph, got = captured(lambda: chain(lambda: None))
-    got.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(got, expected)

@@ -18,7 +18,8 @@ from triton.runtime import interpreter
 
 from kernels.kv_write import kv_write
 from kernels.ref.tile_attention import tile_attention_tensors
-from kernels.tile_attention import VARIANTS, Tile, choose_tile, launch, tile_attention
+from kernels.tile_attention import launch, tile_attention
+from kernels.tile_choice import VARIANTS, Tile, choose_tile
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

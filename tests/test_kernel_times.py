@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from kernels.tile_attention import choose_tile
+from kernels.tile_choice import choose_tile
 from workbench.measure import kernel_times
 from workbench.measure.kernel_attention import attention_rows, split_rows
 from workbench.measure.kernel_cases import AttentionCase, row_counts, tree_bits

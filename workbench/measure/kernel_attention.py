@@ -170,7 +170,7 @@ def _kernels(case: AttentionCase) -> Iterator[tuple[str, list[Callable[[], torch
 def _tile(case: AttentionCase, name: str) -> Any:
     """The tile that `kernels.tile_attention` takes for a case."""
     add_own_kernels()
-    from kernels.tile_attention import choose_tile
+    from kernels.tile_choice import choose_tile
 
     shape, cell = case.shape, case.cell
     return choose_tile(

@@ -18,7 +18,7 @@ from workbench.measure.kernel_plan import Cell, HeadShape
 from workbench.measure.kernel_times import sets_of
 
 if TYPE_CHECKING:
-    from kernels.tile_attention import Tile
+    from kernels.tile_choice import Tile
 
 #: Rows of a request that are compared with float64; of longer ones so many, evenly spread, and the last.
 _EXACT_ROWS = 64

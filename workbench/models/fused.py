@@ -134,8 +134,8 @@ class FusedCall:
 
 def attention(qkv: torch.Tensor, weights: LayerWeights, layer: int, call: FusedCall) -> torch.Tensor:
     """Norms, rotates and caches the merged product [M, (heads + 2 KV heads) D], and attends: [M, heads * D]."""
-    rows, device = call.rows, qkv.device
-    query = kernel("rotate_write", device)(
+    rows = call.rows
+    attended = kernel("rotate_attend", qkv.device)(
         qkv,
         weights.q_norm,
         weights.k_norm,
@@ -146,17 +146,11 @@ def attention(qkv: torch.Tensor, weights: LayerWeights, layer: int, call: FusedC
         layer,
         rows.slot_of_row,
         rows.kv_row,
-        rows.starts,
-        weights.num_heads,
-    )
-    attended = kernel("attend_rows", device)(
-        query,
-        call.kv[layer, 0],
-        call.kv[layer, 1],
         rows.slots,
         rows.starts,
         rows.context_len,
         rows.ancestors,
+        weights.num_heads,
         weights.scale,
         rows.max_rows,
         rows.max_context,
