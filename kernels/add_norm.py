@@ -59,7 +59,7 @@ def add_norm(total: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps
     out = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     num_rows, width = total.shape
     if num_rows:
-        block, warps = row_cut(width, total.element_size())
+        block, warps = row_cut(num_rows, width, total.element_size())
         _add_norm[(num_rows,)](
             total,
             parts,

@@ -1,7 +1,8 @@
 """Root-mean-square normalisation of rows in one pass: a program holds a whole row in registers.
 
 It runs between matrix products, so its input is mostly still in the L2 cache, and what counts is how soon the loads of
-all rows are under way: one load of 16 bytes a thread, as many threads as a row needs, up to 512.
+all rows are under way: one load of 16 bytes a thread, as many threads as a row needs, up to 512, or, where there are
+more rows than multiprocessors to share them, half as many.
 
 Least traffic: x read and the result written once, 4 * M * H bytes in half precision; the weight stays in the cache.
 """
@@ -15,7 +16,8 @@ import triton.language as tl
 from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.rms_norm import check_rms_norm
 
-MAX_WARPS = 16  # of a row; beyond, threads load several times
+MAX_WARPS, MAX_WARPS_OF_MANY = 16, 8  # of a row; beyond, threads load several times
+MANY_ROWS = 129
 
 
 @triton.jit
@@ -49,10 +51,11 @@ def _normalise(
     tl.store(out_ptr + row * WIDTH + columns, normed_row(x, weight, eps, WIDTH), mask=inside)
 
 
-def row_cut(width: int, element_size: int) -> tuple[int, int]:
+def row_cut(num_rows: int, width: int, element_size: int) -> tuple[int, int]:
     """(block, warps) of a program that holds a row: a load of 16 bytes a thread, as far as warps go."""
     block = triton.next_power_of_2(width)
-    return block, min(max(block * element_size // (16 * 32), 1), MAX_WARPS)
+    most = MAX_WARPS if num_rows < MANY_ROWS else MAX_WARPS_OF_MANY
+    return block, min(max(block * element_size // (16 * 32), 1), most)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,7 +70,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, width = x.shape
     if num_rows:
-        block, warps = row_cut(width, x.element_size())
+        block, warps = row_cut(num_rows, width, x.element_size())
         options = overlap_options(x.device)
         _normalise[(num_rows,)](x, weight, out, x.stride(0), eps, width, block, num_warps=warps, **options)
     return out

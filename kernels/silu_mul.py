@@ -1,7 +1,7 @@
 """The gated product of an MLP over the merged product of its two projections, in one pass.
 
-A thread has several loads of 16 bytes of either half under way before it computes. The grid is flat over the tiles of
-all rows, neighbours in memory next to each other.
+A thread has its loads of 16 bytes of both halves under way before it computes. The grid is flat over the tiles of all
+rows, neighbours in memory next to each other.
 
 Least traffic: gate and up read, the result written, 6 * M * F bytes in half precision.
 """
@@ -15,9 +15,9 @@ import triton.language as tl
 from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.silu_mul import check_silu_mul
 
-#: Of the result, of a program: two stores of 16 bytes for each thread of four warps, or one for each of two warps where
-#: the whole result is small, so that more multiprocessors take part.
-TILE_BYTES, NUM_WARPS = 4096, 4
+#: Of the result, of a program: a store of 16 bytes for each thread of four warps, or of two where the whole result is
+#: small, so that more multiprocessors take part.
+TILE_BYTES, NUM_WARPS = 2048, 4
 SMALL_TILE_BYTES, SMALL_WARPS, SMALL_RESULT = 1024, 2, 1 << 18
 #: Left to itself the assembler aims at 32 and, to get there, loads `up` only after the exponentials: twice the latency.
 MAX_REGISTERS = 40
