@@ -24,7 +24,7 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 
 def overlap_options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch on that device: `OVERLAP` for the kernel, and the attribute of the launch."""
-    able = device.type == "cuda" and _capability(device) >= (9, 0)
+    able = device.type == "cuda" and torch.version.hip is None and _capability(device) >= (9, 0)
     return {"OVERLAP": able, "launch_pdl": able}
 
 

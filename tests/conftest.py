@@ -15,7 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import triton.language as tl
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from triton.runtime import interpreter
 
 from workbench.kernel_path import add_own_kernels
 from workbench.models.target import Target
@@ -43,6 +45,16 @@ def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
     np.random.seed(0)
     yield
+
+
+@pytest.fixture
+def loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 interprets them by a conversion of arrays to integers that NumPy 2.4 has dropped."""
+
+    def plain(bound: int | tl.tensor) -> int:
+        return int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound
+
+    monkeypatch.setattr(interpreter, "range", lambda *bounds: range(*map(plain, bounds)), raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from decision_setup import DEVICE, captured, poison_empty, whole
-from triton.runtime import interpreter
 
 from kernels.ref.rotate_attend import rotate_attend as reference
 from kernels.rotate_attend import rotate_attend
@@ -65,14 +63,7 @@ REAL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 interprets them by a conversion of arrays to integers that NumPy 2.4 has dropped."""
-
-    def plain(bound: int | tl.tensor) -> int:
-        return int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound
-
-    monkeypatch.setattr(interpreter, "range", lambda *bounds: range(*map(plain, bounds)), raising=False)
+pytestmark = pytest.mark.usefixtures("loops_over_loaded_bounds")
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +211,7 @@ def test_reference_equals_float64(name: str) -> None:
     assert_near(reference(**given), want)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter: NaN is meant
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("slot", "context"), [(4, 3), (-1, 3), (0, 60), (1 << 40, 3)])
 def test_places_outside_the_cache_are_not_written(slot: int, context: int, splits: int) -> None:

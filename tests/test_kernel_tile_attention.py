@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
 
 from kernels.kv_write import kv_write
 from kernels.ref.tile_attention import tile_attention_tensors
@@ -62,14 +60,7 @@ REAL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _loops_over_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 interprets them by a conversion of arrays to integers that NumPy 2.4 has dropped."""
-
-    def plain(bound: int | tl.tensor) -> int:
-        return int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound
-
-    monkeypatch.setattr(interpreter, "range", lambda *bounds: range(*map(plain, bounds)), raising=False)
+pytestmark = pytest.mark.usefixtures("loops_over_loaded_bounds")
 
 
 @pytest.fixture(autouse=True)

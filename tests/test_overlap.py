@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from decision_setup import DEVICE, captured
-from test_kernel_tile_attention import _loops_over_loaded_bounds  # noqa: F401
 from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
 
 import kernels.tile_attention as attention_module
@@ -26,6 +25,8 @@ from kernels.rotate_attend import rotate_attend
 from kernels.rotate_write import rotate_write
 from kernels.silu_mul import silu_mul
 from kernels.tile_attention import attend_rows
+
+pytestmark = pytest.mark.usefixtures("loops_over_loaded_bounds")
 
 #: How long the kernel in front spins: a launch takes the host some 0.1 ms, and it may be interrupted.
 SPIN_SECONDS = 0.02

@@ -1,7 +1,8 @@
 """The time of one call, the bandwidth of a copy, and how far a result is off: what measurements of kernels share.
 
 On a CUDA device all calls are captured in one graph, which is replayed between two events, so the launches of the host
-are no part of the time. On a CPU the clock runs around the same calls.
+are no part of the time; kernels whose launches overlap (`kernels.overlap`) hide the start of each call behind the one
+before, others do not. On a CPU the clock runs around the same calls.
 """
 
 from __future__ import annotations
