@@ -2,7 +2,7 @@
 
 It runs between matrix products, so its input is mostly still in the L2 cache, and what counts is how soon the loads of
 all rows are under way: one load of 16 bytes a thread, as many threads as a row needs, up to 512, or, where there are
-more rows than multiprocessors to share them, half as many.
+about as many rows as multiprocessors or more, half as many.
 
 Least traffic: x read and the result written once, 4 * M * H bytes in half precision; the weight stays in the cache.
 """
@@ -17,7 +17,7 @@ from kernels.overlap import overlap_options, wait_for_previous
 from kernels.ref.rms_norm import check_rms_norm
 
 MAX_WARPS, MAX_WARPS_OF_MANY = 16, 8  # of a row; beyond, threads load several times
-MANY_ROWS = 129
+MANY_ROWS = 129  # from here on, multiprocessors hold several
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """From the merged product of a layer to attended values: one launch where a tile holds all rows of a request.
 
-Then the program that attends for a request and KV head is the only one that reads the new keys and values of both, so
-it can norm, rotate and write them itself, and its own queries. Elsewhere `kernels.rotate_write` does so before.
+Its programs share the keys of a request and KV head: each is the only one that reads the new keys and values among its
+own, so it can norm, rotate and write them itself, and its queries. Elsewhere `kernels.rotate_write` does so before.
 
 Least traffic of the one launch: that of `kernels.tile_attention`, and the new keys and values written.
 """
@@ -12,7 +12,8 @@ import torch
 
 from kernels.ref.rotate_write import check_rotate_write
 from kernels.rotate_write import rotate_write
-from kernels.tile_attention import Rotation, attend_rows, check_attention, launch, tile_of_call
+from kernels.tile_attention import Rotation, launch, tile_of_call
+from kernels.tile_attention_checks import check_attention
 from kernels.tile_choice import rotates
 
 
@@ -51,6 +52,6 @@ def rotate_attend(
     tile = tile_of_call(raw, num_kv_heads, len(slots), max_rows, max_context, variant)
     if not rotates(tile, num_heads // num_kv_heads, head_dim, max_rows):
         query = rotate_write(qkv, q_weight, k_weight, eps, cos, sin, kv, layer, slot_of_row, kv_row, starts, num_heads)
-        return attend_rows(query, k_cache, v_cache, *rows, scale, max_rows, max_context, variant)
+        return launch(query, k_cache, v_cache, *rows, scale, max_rows, tile)
     rotation = Rotation(q_weight, k_weight, eps, cos, sin)
     return launch(raw, k_cache, v_cache, *rows, scale, max_rows, tile, rotation)

@@ -18,8 +18,8 @@ Least traffic of a call: sum over requests of (context + rows) * 2 * Hk * D elem
 Decisions on the host rest on sizes alone, so a call can be captured in a CUDA graph and replayed over other metadata.
 
 Keys and values are written before, by `kernels.kv_write`: programs of one launch have no order among each other, so a
-kernel that wrote the cache could not read it back without a barrier over the whole grid. Only where one program owns
-all rows of a request and KV head can it write them itself, see `kernels.rotate_attend`.
+kernel that wrote the cache could not read it back without a barrier over the whole grid. Only where one tile holds all
+rows of a request and KV head can its programs write them themselves, see `kernels.rotate_attend`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ import torch
 import triton
 
 from kernels.overlap import overlap_options
-from kernels.ref.tile_attention import MAX_MASKED_ROWS, tile_attention_tensors
-from kernels.tensor_checks import require_device, require_int64, require_rows
+from kernels.ref.tile_attention import tile_attention_tensors
+from kernels.tile_attention_checks import check_attention
 from kernels.tile_attention_device import attend, combine
-from kernels.tile_choice import VARIANTS, Tile, choose_tile
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256
+from kernels.tile_choice import Tile, choose_tile, rotates
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,16 @@ def launch(
 ) -> torch.Tensor:
     """`tile_attention` with a tile of the caller's choice; arguments are taken as checked.
 
-    With a `rotation`, which takes a `rotates` tile, `query` holds raw heads, in whose rows those of raw keys and values
-    follow; the tiles write the rotated keys and the values into the cache.
+    With a `rotation`, `query` holds raw heads, in whose rows those of raw keys and values follow; the tiles write the
+    rotated keys and the values into the cache.
+
+    Raises:
+        ValueError: a rotation and a tile that cannot, see `kernels.tile_choice.rotates`.
     """
     num_rows, num_heads, head_dim = query.shape
     num_requests = slots.shape[0]
+    if rotation is not None and not rotates(tile, num_heads // k_cache.shape[2], head_dim, max_rows):
+        raise ValueError(f"{tile} does not rotate {max_rows} rows of {num_heads} heads of {head_dim}")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_rows == 0 or num_requests == 0:
         return out.zero_()
@@ -182,10 +184,11 @@ def attend_rows(
         scale: factor on the scores, above 0.
         max_rows: rows of the longest request or more, up to 64 with `ancestors`; what lies beyond is not computed.
         max_context: bound on context_len that the number of splits is chosen for; has no effect on the result.
-        variant: one of `VARIANTS`.
+        variant: one of `kernels.tile_attention_checks.VARIANTS`.
 
     Returns:
-        [M, H, D] in the dtype of `query`, zero in rows of no request. Query head h reads KV head h // (H / Hk).
+        [M, H, D] in the dtype of `query`, zero in rows of no request, and in those whose scores all overflow to -inf.
+        Query head h reads KV head h // (H / Hk).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, unknown variant, sizes out of range.
@@ -248,55 +251,3 @@ def attend_rows_plainly(
 @tile_attention.register_fake
 def _tile_attention_fake(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-def check_attention(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    context_len: torch.Tensor,
-    ancestors: torch.Tensor | None,
-    scale: float,
-    max_rows: int,
-    max_context: int,
-    variant: str,
-) -> None:
-    """Refuses tensors that the kernels would misread, and numbers outside their range; looks at no contents.
-
-    Raises:
-        ValueError: see `attend_rows`.
-    """
-    _check_sizes(scale, max_rows, max_context, variant, ancestors)
-    if query.dim() != 3 or query.dtype not in _DTYPES or not 1 <= query.shape[2] <= _MAX_HEAD_DIM:
-        expected = f"[M, H, D], D in 1..{_MAX_HEAD_DIM}, float32, float16 or bfloat16"
-        raise ValueError(f"query is {query.dtype} {list(query.shape)}; expected {expected}")
-    if k_cache.dim() != 4 or k_cache.shape[3] != query.shape[2] or v_cache.shape != k_cache.shape:
-        expected = f"[slots, L, Hk, {query.shape[2]}], both alike"
-        raise ValueError(f"k_cache is {list(k_cache.shape)}, v_cache {list(v_cache.shape)}; expected {expected}")
-    if k_cache.dtype != query.dtype or v_cache.dtype != query.dtype:
-        raise ValueError(f"k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}; expected {query.dtype} as query")
-    heads, kv_heads = query.shape[1], k_cache.shape[2]
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-    require_rows(query=query, k_cache=k_cache, v_cache=v_cache)
-    metadata = {"slots": slots, "starts": starts, "context_len": context_len}
-    require_int64(slots.numel(), slots=slots, context_len=context_len)
-    require_int64(slots.numel() + 1, starts=starts)
-    if ancestors is not None:
-        require_int64(query.shape[0], ancestors=ancestors)
-        metadata["ancestors"] = ancestors
-    require_device(query.device, k_cache=k_cache, v_cache=v_cache, **metadata)
-
-
-def _check_sizes(scale: float, max_rows: int, max_context: int, variant: str, ancestors: torch.Tensor | None) -> None:
-    """Refuses numbers outside their range."""
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale={scale} must be above 0 and finite")
-    if max_rows < 1 or (ancestors is not None and max_rows > MAX_MASKED_ROWS):
-        raise ValueError(f"max_rows={max_rows} outside 1..{'' if ancestors is None else MAX_MASKED_ROWS}")
-    if max_context < 0:
-        raise ValueError(f"max_context={max_context} must be at least 0")
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant!r} is not one of {', '.join(VARIANTS)}")

@@ -64,8 +64,7 @@ def _attend_blocks(
                 visible = (own < 0)[None, :] | (((sight[:, None] >> shift[None, :]) & 1) != 0)
             scores = tl.where(visible & inside[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # Nothing seen yet: -inf - -inf would be NaN. In a block that is seen whole it is what overflow left, and shows.
-        anchor = tl.where((new_max == float("-inf")) & (block >= first_masked), 0.0, new_max)
+        anchor = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: -inf - -inf would be NaN
         weights = tl.exp2(scores - anchor[:, None])
         decay = tl.exp2(row_max - anchor)
         value = _load(v_ptr + start.to(tl.int64) * v_stride_row + v_offsets, inside, dims, HEAD_DIM, DIM)
@@ -125,8 +124,8 @@ def attend(
 
     Grid: (heads / HEADS, requests, tiles * splits). Without splits `out` is the answer; with them it is [splits, M, H,
     D] float32 parts beside their base-2 log-sum-exp [splits, M, H], -inf where a part saw nothing and wrote no values.
-    With NEW_ROWS > 0 a request has one tile of up to so many rows, its KV head is the program's alone, and queries are
-    raw, their keys and values behind them in `q`: the program rotates them, and writes the rows among its own keys.
+    With NEW_ROWS > 0 a request has one tile of up to so many rows for each KV head, and queries are raw, their keys and
+    values behind them in `q`: a program rotates them, and writes the rows among its own keys, which no other reads.
     """
     wait_for_previous(OVERLAP)
     head0 = tl.program_id(0) * HEADS
@@ -184,7 +183,7 @@ def attend(
         stop = tl.where((slot >= 0) & (slot < num_slots), tl.minimum(high * BLOCK_KEYS, num_cache_rows), 0)
         wanted = (new < rows) & (place >= tl.maximum(low * BLOCK_KEYS, 0)) & (place < stop)
         # All loads come first: none has to wait for another.
-        queried = live[:, None] & (half < HEAD_DIM)
+        queried = live[:, None] & (half < HEAD_DIM)  # compared for the shape alone
         query_1, query_2 = load_halves(q_pointers + half, queried, HEAD_DIM)
         writable = wanted[:, None] & (half < HEAD_DIM)
         key_ptr = q_ptr + (new * q_stride_row + (NUM_HEADS + head0 // GROUP) * q_stride_head)[:, None] + half

@@ -9,9 +9,9 @@ import triton
 from kernels.ref.tile_attention import MAX_MASKED_ROWS
 from kernels.tile_attention_device import MIN_BLOCKS
 
-VARIANTS = ("auto", "paper", "rows16", "rows128", "packed")
-
 _MAX_SPLITS = 32
+#: Where heads are longer, tiles of many rows that rotate no longer fit the registers.
+_MAX_ROTATED_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def choose_tile(
     """The tile of a call, from static sizes only.
 
     Args:
-        variant: one of `VARIANTS`.
+        variant: one of `kernels.tile_attention_checks.VARIANTS`.
         group: query heads of one KV head.
         num_requests, max_rows, max_context: bounds that the call was made for, not what is live in it.
         element_size: bytes of an element of the cache.
@@ -86,6 +86,10 @@ def _power_of_2_below(value: int) -> int:
 
 
 def rotates(tile: Tile, group: int, head_dim: int, max_rows: int) -> bool:
-    """Whether `launch` with this tile can take a `Rotation`: one program owns all rows of a request and KV head."""
+    """Whether `launch` with this tile can take a `Rotation`: one tile holds all rows of a request and KV head.
+
+    Of its programs, which share the keys, each writes the new rows among its own keys and reads no others, so none
+    waits for another.
+    """
     whole = tile.heads == group and max_rows * group <= tile.rows
-    return whole and head_dim >= 16 and head_dim == triton.next_power_of_2(head_dim)
+    return whole and 16 <= head_dim <= _MAX_ROTATED_DIM and head_dim == triton.next_power_of_2(head_dim)

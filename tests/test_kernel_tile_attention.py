@@ -17,7 +17,8 @@ import torch
 from kernels.kv_write import kv_write
 from kernels.ref.tile_attention import tile_attention_tensors
 from kernels.tile_attention import launch, tile_attention
-from kernels.tile_choice import VARIANTS, Tile, choose_tile
+from kernels.tile_attention_checks import VARIANTS
+from kernels.tile_choice import Tile, choose_tile
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

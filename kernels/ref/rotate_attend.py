@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.ref.rotate_write import rotate_write
+from kernels.ref.rotate_write import check_rotate_write, rotate_write
 from kernels.ref.tile_attention import tile_attention_tensors
+from kernels.tile_attention_checks import check_attention
 
 
 def rotate_attend(
@@ -36,7 +37,8 @@ def rotate_attend(
             `kernels.ref.rotate_write`.
         slots, starts, context_len, ancestors, scale, max_rows, max_context, variant: see
             `kernels.tile_attention.attend_rows`. Row i of a request r is row starts[r] + i, whose place in the cache is
-            (slots[r], context_len[r] + i): `slot_of_row` and `kv_row` say the same, row by row.
+            (slots[r], context_len[r] + i): `slot_of_row` and `kv_row` say the same, row by row. If a request has more
+            than `max_rows` rows, none of its results means anything.
 
     Returns:
         [M, H, D] in the dtype of `qkv`, zero in rows of no request.
@@ -44,5 +46,9 @@ def rotate_attend(
     Raises:
         ValueError: as those two do.
     """
+    check_rotate_write(qkv, q_weight, k_weight, cos, sin, kv, layer, slot_of_row, kv_row, starts, num_heads)
+    raw = qkv[:, : num_heads * kv.shape[5]].unflatten(1, (num_heads, kv.shape[5]))
+    k_cache, v_cache, rows = kv[layer, 0], kv[layer, 1], (slots, starts, context_len, ancestors)
+    check_attention(raw, k_cache, v_cache, *rows, scale, max_rows, max_context, variant)
     query = rotate_write(qkv, q_weight, k_weight, eps, cos, sin, kv, layer, slot_of_row, kv_row, starts, num_heads)
-    return tile_attention_tensors(query, kv[layer, 0], kv[layer, 1], slots, starts, context_len, ancestors, scale)
+    return tile_attention_tensors(query, k_cache, v_cache, *rows, scale)

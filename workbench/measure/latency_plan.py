@@ -61,11 +61,12 @@ class Arm:
         return "all" if self.capture is True else ", ".join(self.capture or ("nothing",))
 
 
-#: Arms by name. Four are cumulative: `control` is DFlash with the tile of a common serving engine, `tile` has ours,
-#: `allocation` DScale's decision, launched kernel by kernel between captured draft and verification, and in `graphs`
-#: that is captured too. Beside them, `paper` is `control` with the paper's tile of 16 rows a query head, and `launched`
-#: is `graphs` with only its draft captured. `dart` searches on the host, between two graphs; `dart_search` searches on
-#: the device, so that its round is one graph.
+#: Arms by name. Four are cumulative: `control` is DFlash with the tile of a common serving engine; `tile` has ours,
+#: whose attention also spares the launch that rotates where one tile holds the rows of a request
+#: (`kernels.rotate_attend`); `allocation` has DScale's decision, launched kernel by kernel between captured draft and
+#: verification; and in `graphs` that is captured too. Beside them, `paper` is `control` with the paper's tile of 16
+#: rows a query head, and `launched` is `graphs` with only its draft captured. `dart` searches on the host, between two
+#: graphs; `dart_search` searches on the device, so that its round is one graph.
 ARMS = {
     "ar": Arm("AR"),
     "dart": Arm("DART"),

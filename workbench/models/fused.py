@@ -1,13 +1,13 @@
-"""A decoder layer of Llama's kind in nine launches: four products, and what lies between them fused.
+"""A decoder layer of Llama's kind in eight launches: four products, and what lies between them fused.
 
     x += out(attention(rotate(norm(qkv(norm(x))))))      x += down(silu(gate) * up of norm(x))
 
 The stock layers of transformers say the same in some thirty operations. Weights stay where the model has them, merged
-into fewer matrices (`workbench.models.merge`); the residual stream is updated in place by the products
-themselves, or, where few rows make it pay to cut a product, by the norm behind it. The first norm of a layer is made at
-the end of the layer before. Attention that splits its keys takes a tenth launch.
-Nothing here reads on the host, so it can be captured. A single row takes matrix-vector kernels, as libraries for
-matrix products leave a third of the bandwidth unused there.
+into fewer matrices (`workbench.models.merge`); the residual stream is updated in place by the products themselves, or,
+where few rows make it pay to cut a product, by the norm behind it. The first norm of a layer is made at the end of the
+layer before. Attention takes one launch more where its keys are split, and one where it does not rotate its own rows.
+Nothing here reads on the host, so it can be captured. A single row takes matrix-vector kernels, as libraries for matrix
+products leave a third of the bandwidth unused there.
 """
 
 from __future__ import annotations
